@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -32,13 +33,22 @@ def command_reference() -> str:
     """All verbs with their arguments and options, as a page."""
     group = typer.main.get_command(make_app())
     parts = ["# Commands", "What `spindle VERB --help` shows."]
-    for name, command in group.commands.items():
+    for name, command in commands_of(group):
         context = typer.Context(command, info_name=f"spindle {name}")
         usage = command.get_usage(context).removeprefix("Usage: ")
         rows = [record for parameter in command.get_params(context) if (record := table_row(parameter, context))]
         parts += [f"## spindle {name}", f"```text\n{usage}\n```", with_examples_as_code(command.help or "")]
         parts += ["\n".join(["| | |", "|---|---|", *rows])]
     return "\n\n".join(parts) + "\n"
+
+
+def commands_of(group: Any, before: str = "") -> Iterator[tuple[str, Any]]:
+    """Verbs with their names, those of groups of verbs behind the group's."""
+    for name, command in group.commands.items():
+        if hasattr(command, "commands"):
+            yield from commands_of(command, f"{before}{name} ")
+        else:
+            yield f"{before}{name}", command
 
 
 def table_row(parameter: Any, context: typer.Context) -> str | None:

@@ -145,6 +145,17 @@ def workload_profile(
     return roofline_profile(metagraph_of(workload(tasks, **kwargs)), cluster, Roofline())
 
 
+def crossing_plan(profile: Profile) -> Plan:
+    """A plan of `TWO_TASKS` on four devices, whose towers send rows to other devices."""
+    return plan(
+        "a/vision#0[0:4]*4@0-2 b/text#0[0:4]*4@3\na/lm#1[0:4]*4@0-1 b/lm#1[0:4]*4@2-3\n",
+        profile,
+    )
+
+
+TWO_TASKS = {"a": ["vision", "lm"], "b": ["text", "lm"]}
+
+
 @st.composite
 def graphs(draw, max_ops=5, max_layers=6, max_devices=8):
     """A random abstract profile on a random number of devices, forward a third of every layer."""

@@ -162,6 +162,18 @@ def read_text_file(path: Path) -> str:
         raise InputError(f"{path}: cannot be read as text ({error})") from error
 
 
+def read_bytes_file(path: Path) -> bytes:
+    """Read a file. Raises an InputError with one sentence if that fails."""
+    try:
+        return path.read_bytes()
+    except FileNotFoundError as error:
+        raise InputError(f"{path}: no such file") from error
+    except IsADirectoryError as error:
+        raise InputError(f"{path}: is a directory; give the name of a file") from error
+    except (OSError, ValueError) as error:
+        raise InputError(f"{path}: cannot be read ({error})") from error
+
+
 def read_json_file(path: Path) -> dict[str, Any]:
     """Read the object in a JSON file. Raises an InputError with one sentence if that fails."""
     text = read_text_file(path)
@@ -196,6 +208,11 @@ def _object_without_repeats(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def write_atomically(path: Path, text: str) -> None:
+    """Write a text file completely or not at all."""
+    write_bytes_atomically(path, text.encode())
+
+
+def write_bytes_atomically(path: Path, content: bytes) -> None:
     """Write a file completely or not at all: to a temporary file first, which is then renamed to the target.
 
     A symbolic link stays one, and an existing file keeps its mode.
@@ -207,8 +224,8 @@ def write_atomically(path: Path, text: str) -> None:
     except OSError as error:
         raise InputError(f"{path}: cannot be written ({error.strerror})") from error
     try:
-        with os.fdopen(descriptor, "w", encoding="utf-8") as file:
-            file.write(text)
+        with os.fdopen(descriptor, "wb") as file:
+            file.write(content)
             file.flush()
             os.fsync(file.fileno())  # else a crash of the host may leave the new name with no content
         os.chmod(temporary, mode)

@@ -5,6 +5,7 @@
     ├── WorkloadError       tasks, modules, layers or flows that are inconsistent
     │   └── GuardError      a batch for which a module's forward may take a different branch than the recorded one
     ├── ClusterError        devices, islands or links that are inconsistent
+    ├── FleetError          jobs, cells, quotas, traces or events of a fleet that are inconsistent
     ├── ProfileError        a time or size that is unknown or not allowed
     ├── PlanError           a plan that is not legal; prints the plan with the place marked
     ├── ProgramError        a program that would deadlock, or use data that it does not have
@@ -53,6 +54,10 @@ class GuardError(WorkloadError):
 
 
 class ClusterError(_ContentError):
+    pass
+
+
+class FleetError(_ContentError):
     pass
 
 

@@ -25,6 +25,7 @@ from internals import guessed_profile  # noqa: E402
 from spindle.cluster import cluster_named  # noqa: E402
 from spindle.errors import TrainingError  # noqa: E402
 from spindle.profile import roofline_profile  # noqa: E402
+from spindle.report import read_run, run_report, step_page_data  # noqa: E402
 from spindle.run import HostCopy  # noqa: E402
 from spindle.train import reporting  # noqa: E402
 from spindle.train.utilization import flops_per_sample, peak_flops  # noqa: E402
@@ -163,6 +164,31 @@ def test_step_records_are_those_of_one_process_on_all_ranks(pool, num_ranks, pla
     assert any(record.idle is not None for record in records) or len(records) < 6
     for other_records, _, _ in answers[1:]:
         assert other_records == records
+
+
+def train_in_folder(rank: int, num_ranks: int, folder: str, planning: dict[str, Any], **options: Any) -> list[int]:
+    """A fit that writes a run folder; returns the steps that it has measured."""
+    tasks = pairs_and_answers()({name: spindle.module(name, module) for name, module in two_towers().items()})
+    batches = {task.name: [normal_batch(task.name, number) for number in range(8)] for task in tasks}
+    planning = spindle.Planning(profile=guessed_profile, **planning)
+    trainer = spindle.Trainer(tasks, optimizer=in_groups, planning=planning, run_folder=folder, **options)
+    return list(trainer.fit(batches, steps=4, progress=False).measured_steps)
+
+
+@pytest.mark.parametrize(
+    ("planning", "options"),
+    [({"shard_optimizer": True}, {}), ({"planner": "pipeline"}, {"gradient_accumulation_steps": 2})],
+)
+def test_a_run_folder_has_the_measured_steps_of_all_ranks(pool, tmp_path, planning, options):
+    measured, *_ = pool.run(2, train_in_folder, str(tmp_path / "run"), planning, **options)
+    run = read_run(tmp_path / "run")
+    assert list(run.measured) == measured != []
+    assert run.program.num_ranks == 2
+    for timeline in run.measured.values():
+        for rank in range(2):
+            assert (timeline.end - timeline.start)[timeline.rank == rank].sum() > 0
+    assert [line["step"] for line in run.steps if "loss" in line] == [0, 1, 2, 3]
+    assert step_page_data(run_report({"run": run}))
 
 
 # In one process.

@@ -96,3 +96,5 @@ def test_a_template_trains_as_it_is_on_two_processes(template, tmp_path, capsys)
     assert rows, done.stdout
     for task, first, last in rows:
         assert float(last) < float(first), (task, done.stdout)
+    assert run(["report", str(tmp_path / "runs" / template), "-o", str(tmp_path / "step.html")]) == 0
+    assert (tmp_path / "step.html").stat().st_size > 100_000

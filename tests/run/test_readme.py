@@ -58,6 +58,7 @@ NEEDS_GPU = "needs a GPU"
 INSTALLS = "installs the package, which .ci/run does"
 TWINS = "tests/run/test_examples.py runs this script with fewer steps, on one process and on two"
 TRANSFORMERS = "tests/run/test_from_transformers.py runs it"
+REPORTS = "tests/unit/test_step_report.py runs this verb on small runs, plans and graphs"
 QUICK_SEARCH = "takes half a minute; tests/unit/test_cli_pipelines.py runs this verb with fewer evaluations"
 NOT_RUN = {
     "pip install -c constraints.txt '.[train]'": INSTALLS,
@@ -75,6 +76,11 @@ NOT_RUN = {
     "python examples/transformers/make_model.py tiny-llava": TRANSFORMERS,
     "python examples/transformers/before.py tiny-llava": TRANSFORMERS,
     "spindle launch -n 2 examples/transformers/after.py tiny-llava": TRANSFORMERS,
+    "spindle report runs/a -o step.html": REPORTS,
+    "spindle report runs/a runs/b -o both.html": REPORTS,
+    "spindle report clip-10 --cluster a800x32 -o planners.html": REPORTS,
+    "spindle report graph.json first.json second.json -o plans.html": REPORTS,
+    "spindle report runs/a -o step.svg": REPORTS,
     "python examples/vlm.py": TWINS,
     "spindle launch -n 2 examples/vlm.py --steps 40": TWINS,
     "python examples/plain/vlm.py": TWINS,
@@ -84,6 +90,7 @@ WRITERS = (
     "spindle profile -n 2 -o profile.json train.py",
     "spindle plan profile.json -o plan.json",
     "spindle plan graph.json --devices 8 -o plan.json",
+    "spindle fleet simulate examples/fleet_jobs.jsonl --fleet a100x16,l40sx8 --events events.jsonl",
 )
 
 
@@ -160,6 +167,7 @@ def test_the_commands_run_as_shown(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     Path("train.py").write_text(TRAIN.code)
+    Path("examples").symlink_to(ROOT / "examples")
     Path("graph.json").write_text(blocks("planning.md", "json")[0])
     Path("lengths.jsonl").write_text(f"{json.dumps({'text_tokens': 120, 'clips': [{'seconds': 4.6}]})}\n" * 320)
     to_run = [command for command in commands() if command not in NOT_RUN]

@@ -19,6 +19,7 @@ from spindle.profile import abstract_profile
 from spindle.program import lower
 from spindle.report.bound import bound_report, limit_sentences
 from spindle.report.compare import ComparedPlan, RefusedPlan, compared
+from spindle.report.drawing import figure_svg
 from spindle.report.explain import explain, sentences
 from spindle.report.figure import step_figure
 from spindle.report.gantt import columns_for, draw, plan_chart, ticks, timeline_chart
@@ -149,7 +150,7 @@ def test_the_axis_has_round_numbers_from_zero():
 def test_the_figure_is_well_formed_and_names_every_module():
     profile = small.workload_profile({"a": ["vision", "lm"], "b": ["text", "lm"]})
     panels = [("One module at a time", make_plan(profile, "sequential")), ("In waves", make_plan(profile, "paper"))]
-    root = ElementTree.fromstring(step_figure(profile, panels))
+    root = ElementTree.fromstring(figure_svg(step_figure(profile, panels)))
     words = {element.text for element in root.iter(f"{SVG}text")}
     assert {"vision", "text", "lm", "idle", "One module at a time", "In waves"} <= words
 
@@ -157,7 +158,7 @@ def test_the_figure_is_well_formed_and_names_every_module():
 def test_the_figure_gives_a_module_the_same_colour_in_both_panels():
     profile = small.two_towers(4)
     panels = [("one", make_plan(profile, "sequential")), ("two", make_plan(profile, "paper"))]
-    root = ElementTree.fromstring(step_figure(profile, panels))
+    root = ElementTree.fromstring(figure_svg(step_figure(profile, panels)))
     colours = {}
     for group in root.iter(f"{SVG}g"):
         op = group.find(f"{SVG}title").text.split(",")[0]
@@ -170,7 +171,7 @@ def test_the_figure_gives_a_module_the_same_colour_in_both_panels():
 def test_the_area_of_the_figures_blocks_is_the_work_of_the_plan():
     profile = small.two_towers(4)
     plan = make_plan(profile, "paper")
-    root = ElementTree.fromstring(step_figure(profile, [("one", plan)]))
+    root = ElementTree.fromstring(figure_svg(step_figure(profile, [("one", plan)])))
     blocks = [rectangle for group in root.iter(f"{SVG}g") for rectangle in group.iter(f"{SVG}rect")]
     area = sum(float(block.get("width")) * float(block.get("height")) for block in blocks)
     whole = next(rect for rect in root.iter(f"{SVG}rect") if rect.get("fill") == "#e5e7eb")
@@ -182,7 +183,7 @@ def test_the_area_of_the_figures_blocks_is_the_work_of_the_plan():
 def test_odd_names_do_not_break_the_figure():
     graph = small.linear_graph([("a<b>&'\"", 4, 2, 1, 1), ("ünï", 4, 2, 1, 1)], num_devices=2)
     profile = abstract_profile(graph, small.devices(2))
-    root = ElementTree.fromstring(step_figure(profile, [("x & y", make_plan(profile, "sequential"))]))
+    root = ElementTree.fromstring(figure_svg(step_figure(profile, [("x & y", make_plan(profile, "sequential"))])))
     assert "a<b>&'\"" in {element.text for element in root.iter(f"{SVG}text")}
 
 

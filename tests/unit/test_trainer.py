@@ -24,7 +24,7 @@ from preloaded import run_spindle  # noqa: E402
 from spindle.errors import PlanError, SpindleError, TrainingError, WorkloadError  # noqa: E402
 from spindle.launch.capture import WorkloadCapture, active_capture, capturing  # noqa: E402
 from spindle.planners import make_plan  # noqa: E402
-from spindle.report import loss_text  # noqa: E402
+from spindle.report import loss_text, read_run, run_report, step_page_data  # noqa: E402
 from spindle.workload import read_workload  # noqa: E402
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -462,6 +462,28 @@ def test_a_result_prints_losses_and_predicted_beside_measured(capsys, tmp_path):
         assert text in shown
     result.write_trace(tmp_path / "trace.json")
     assert "pull/encoder" in (tmp_path / "trace.json").read_text()
+
+
+def test_a_run_folder_holds_what_a_report_shows(tmp_path):
+    _, task = small()
+    trainer = spindle.Trainer([task], optimizer=sgd, run_folder=tmp_path / "run", profiler_steps=[1])
+    result = trainer.fit({"pull": rows(4)}, steps=6, progress=False)
+    made = read_run(tmp_path / "run")
+    assert [line["step"] for line in made.steps if "loss" in line] == list(range(6))
+    assert [line["loss"] for line in made.steps if "loss" in line] == [losses["pull"] for losses in result.losses]
+    assert made.program.instructions == result.program.instructions
+    assert made.predicted.makespan_ns == result.predicted.makespan_ns
+    assert list(made.measured) == list(result.measured_steps)
+    assert made.measured
+    assert made.profiler_traces == ("profiler/step-1-rank-0.json.gz",)
+    assert step_page_data(run_report({"run": made})) == step_page_data(run_report({"run": read_run(tmp_path / "run")}))
+    # Another training in the same folder leaves nothing of the first.
+    trainer = spindle.Trainer([small()[1]], optimizer=sgd, run_folder=tmp_path / "run")
+    trainer.fit({"pull": rows(4)}, steps=2, progress=False)
+    assert len([line for line in read_run(tmp_path / "run").steps if "loss" in line]) == 2
+    assert read_run(tmp_path / "run").profiler_traces == ()
+    with pytest.raises(TrainingError, match="requires run_folder"):
+        spindle.Trainer([task], optimizer=sgd, profiler_steps=[1])
 
 
 def test_results_plans_and_profiles_are_short_in_a_notebook():

@@ -39,7 +39,7 @@ def pipelines_estimate_s(num_ops: int, num_ranks: int) -> float:
     return 5 + 0.12 * num_ops * math.sqrt(num_ranks)
 
 
-def _plans(step: Step, options: PlanOptions) -> tuple[dict[str, tuple[Plan, Profile]], dict[str, str]]:
+def plans_of(step: Step, options: PlanOptions) -> tuple[dict[str, tuple[Plan, Profile]], dict[str, str]]:
     """The plans of all compared planners, with the profiles that they are of; and why others made none. Where layers
     were measured beside each other, also with lanes, if these are simulated to be faster."""
     from spindle.cli.inputs import planner_input, with_sizes
@@ -93,7 +93,7 @@ def compare(
             "--figure",
             metavar="STEP.svg",
             help="Draw a step one module at a time above the same in waves; of a multimodal model, the pipeline as "
-            "others have it above ours.",
+            "others have it above ours. As SVG or PNG, by the name's ending.",
             show_default=False,
         ),
     ] = None,
@@ -135,6 +135,7 @@ def compare(
         idle_sentences,
         refusal_lines,
         settings_lines,
+        write_figure,
     )
     from spindle.simulate import simulate
 
@@ -145,7 +146,7 @@ def compare(
         seed=seed, evaluations=evaluations, time_limit_s=time_limit, pipeline_ranks=step.pipeline_ranks
     )
     whole = step.whole
-    plans, refusals = _plans(step, options)
+    plans, refusals = plans_of(step, options)
     reference = REFERENCE[step.is_pipeline]
     comparison = compared(plans.values(), whole, refusals, reference=reference, model_s=step.peak_s)
     unknown: list[str] = []
@@ -158,7 +159,7 @@ def compare(
         drawn = [planner for planner in (reference, planners_of(step.is_pipeline)[0]) if planner in plans]
         if not drawn:
             raise DoesNotFitError(f"{figure}: not drawn, {reference} has no plan: {refusals[reference]}")
-        write_atomically(figure, comparison_figure([plans[planner] for planner in drawn]))
+        write_figure(figure, comparison_figure([plans[planner] for planner in drawn]))
     if as_json:
         show_json(table)
     else:

@@ -45,7 +45,8 @@ def init(
     output.write_text(script(template, output.name), encoding="utf-8")
     if template == "vlm" and find_spec("transformers") is None:
         notice("this script needs transformers: pip install 'spindle-train[hf]'")
-    show_text(f"wrote {output}. Next:\n  python {output}\n  spindle launch -n 2 {output}\n")
+    commands = (f"python {output}", f"spindle launch -n 2 {output}", f"spindle report runs/{template} -o step.html")
+    show_text("\n  ".join([f"wrote {output}. Next:", *commands]) + "\n")
 
 
 def script(template: str, name: str) -> str:

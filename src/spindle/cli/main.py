@@ -30,11 +30,13 @@ from spindle.cli.compare import compare
 from spindle.cli.doctor import doctor
 from spindle.cli.explain import explain
 from spindle.cli.export import export
+from spindle.cli.fleet import VERBS as FLEET_VERBS
 from spindle.cli.init import init
 from spindle.cli.launch import JobEnded, launch
 from spindle.cli.plan import plan
 from spindle.cli.profile import profile
 from spindle.cli.recipes import recipes
+from spindle.cli.report import report
 from spindle.cli.simulate import simulate
 from spindle.cli.terminal import CLOSED_PIPE, leave_closed_pipe, printable, unwritable_output
 from spindle.errors import DoesNotFitError, SpindleError
@@ -51,8 +53,9 @@ _OUR_WORDS = (
     (r"Input should be less than or equal to (\S+)", r"expected at most \1"),
 )
 INTERRUPTED = 130
-VERBS = (plan, simulate, compare, bound, explain, recipes, launch, profile, checkpoints, export, doctor, init)
+VERBS = (plan, simulate, compare, bound, explain, report, recipes, launch, profile, checkpoints, export, doctor, init)
 _RUN_A_SCRIPT = (launch, profile)
+_FLEET_HELP = "Many jobs on mixed GPUs: which job gets which machines?"
 
 
 def _paragraphs(text: str) -> str:
@@ -87,6 +90,10 @@ def make_app() -> typer.Typer:
         # Everything after a script is passed to it, even if it looks like an option.
         settings = {"allow_interspersed_args": verb not in _RUN_A_SCRIPT}
         app.command(cls=_Command, help=_paragraphs(verb.__doc__ or ""), context_settings=settings)(verb)
+    fleet = typer.Typer(cls=_Group, no_args_is_help=True, help=_FLEET_HELP)
+    for fleet_verb in FLEET_VERBS:
+        fleet.command(cls=_Command, help=_paragraphs(fleet_verb.__doc__ or ""))(fleet_verb)
+    app.add_typer(fleet, name="fleet")
     return app
 
 

@@ -18,7 +18,10 @@ def simulate(
     trace: Annotated[
         Path | None,
         typer.Option(
-            "--trace", metavar="TRACE.json", help="Write a trace for ui.perfetto.dev here.", show_default=False
+            "--trace",
+            metavar="TRACE.json",
+            help="Write a trace for ui.perfetto.dev here; compressed if the name ends in .gz.",
+            show_default=False,
         ),
     ] = None,
     microbatches: Microbatches = None,
@@ -39,13 +42,13 @@ def simulate(
     spindle simulate vlm-s plan.json --microbatches 16
     """
     import spindle.simulate
-    from spindle.artifact import to_json, write_atomically
+    from spindle.artifact import to_json
     from spindle.cli.inputs import load_plan, load_step, machines_of_plan, profile_of_plan
     from spindle.cli.terminal import notice, refuse_outputs, show, show_chart, show_json
     from spindle.planners import step_bound_s
     from spindle.program import lower, refuse_overfull, verify
     from spindle.recipes import BatchOptions
-    from spindle.report import measure_facts, timeline_chart, trace_of
+    from spindle.report import measure_facts, timeline_chart, write_trace
     from spindle.timeline import measure
 
     refuse_outputs(trace, inputs=(given, plan_file, cluster, samples))
@@ -61,7 +64,7 @@ def simulate(
     measures = measure(timeline)
     bound_s = made.bound_s if step.is_pipeline else step_bound_s(profile)
     if trace is not None:
-        write_atomically(trace, trace_of(timeline, program))
+        write_trace(trace, timeline, program)
     if as_json:
         facts = {"workload": made.workload, "cluster": profile.cluster.name, "num_devices": profile.cluster.num_devices}
         plan_facts = {"planner": made.planner, "folded_s": made.folded_s, "bound_s": bound_s}

@@ -1,7 +1,14 @@
 """Clusters: kinds of devices, islands, links; presets and files. Knows no workload."""
 
 from spindle.cluster.cluster import MAX_DEVICES, Cluster, DeviceKind, Island, Link
-from spindle.cluster.presets import PRESETS, cluster_named, read_cluster_file, uniform_cluster
+from spindle.cluster.presets import (
+    PRESETS,
+    cluster_from_toml,
+    cluster_named,
+    read_cluster_file,
+    read_toml_file,
+    uniform_cluster,
+)
 
 __all__ = [
     "MAX_DEVICES",
@@ -10,7 +17,9 @@ __all__ = [
     "DeviceKind",
     "Island",
     "Link",
+    "cluster_from_toml",
     "cluster_named",
     "read_cluster_file",
+    "read_toml_file",
     "uniform_cluster",
 ]

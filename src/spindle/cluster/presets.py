@@ -118,13 +118,22 @@ def uniform_cluster(name: str, island: Island, num_devices: int) -> Cluster:
 
 def read_cluster_file(path: Path) -> Cluster:
     """Read a cluster from a TOML file; the module docstring shows the format."""
+    return cluster_from_toml(read_toml_file(path), path)
+
+
+def read_toml_file(path: Path) -> dict[str, Any]:
+    """The tables of a TOML file, or one sentence that says why there are none."""
     text = read_text_file(path)
     try:
-        data = tomllib.loads(text)
+        return tomllib.loads(text)
     except tomllib.TOMLDecodeError as error:
         raise InputError(f"{path}: not TOML ({error})") from error
     except (ValueError, RecursionError) as error:  # numbers of thousands of digits, lists in lists in lists
         raise InputError(f"{path}: not TOML that can be read ({error})") from error
+
+
+def cluster_from_toml(data: dict[str, Any], path: Path) -> Cluster:
+    """The cluster in the tables of a file."""
     for key in data:
         if key not in ("name", "kinds", "islands"):
             raise InputError(f"{path}: unknown key {key!r}; a cluster file has name, [kinds.NAME] and [[islands]]")

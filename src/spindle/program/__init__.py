@@ -16,6 +16,8 @@ from spindle.program.instructions import (
     are_compute,
     code,
     compute_lane,
+    instruction_of_code,
+    is_compute,
     lane_name,
     lane_of,
 )
@@ -79,6 +81,8 @@ __all__ = [
     "flat_pieces",
     "format_program",
     "instances_of",
+    "instruction_of_code",
+    "is_compute",
     "keep_unused",
     "lane_name",
     "lane_of",

@@ -7,12 +7,13 @@ transfer, sync, and further compute lanes where a plan runs several slots on a d
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
 
-from spindle.plan import BACKWARD, INPUT, PASS_LETTERS, WEIGHT, Plan
+from spindle.plan import BACKWARD, FORWARD, INPUT, PASS_LETTERS, WEIGHT, Plan
 
 COMPUTE, TRANSFER, SYNC = range(3)
 _LANES = ("compute", "transfer", "sync")
@@ -101,6 +102,10 @@ class OptimizerStep:
 Instruction = Forward | Backward | Exchange | SyncGradients | GatherParameters | OptimizerStep
 
 
+_PARTS = {letter: part for part, letter in PASS_LETTERS.items() if part != FORWARD}
+_PASS = re.compile(r"([A-Z])(\d{1,9})\[(\d{1,9}):(\d{1,9})\]")
+
+
 def code(instruction: Instruction) -> str:
     """The short name in the text form."""
     match instruction:
@@ -116,6 +121,27 @@ def code(instruction: Instruction) -> str:
             return f"G{bucket}"
         case OptimizerStep():
             return "U"
+
+
+def instruction_of_code(word: str) -> Instruction:
+    """The instruction that has this short name."""
+    letter, digits = word[:1], word[1:]
+    backward = _PASS.fullmatch(word)
+    if backward is not None and letter in _PARTS:
+        return Backward(int(backward[2]), int(backward[3]), int(backward[4]), _PARTS[letter])
+    if word == "U":
+        return OptimizerStep()
+    if digits.isascii() and digits.isdigit() and len(digits) < 10:
+        match letter:
+            case "F":
+                return Forward(int(digits))
+            case "X" | "Y":
+                return Exchange(int(digits), backward=letter == "Y")
+            case "S":
+                return SyncGradients(int(digits))
+            case "G":
+                return GatherParameters(int(digits))
+    raise ValueError(f"{word!r} is no instruction; expected one such as F0, B0[0:4], X2 or U")
 
 
 def lane_of(instruction: Instruction, plan: Plan) -> int:

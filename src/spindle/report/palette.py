@@ -6,28 +6,20 @@ from dataclasses import dataclass
 
 from spindle.graph import MetaGraph, MetaOp
 
-# Ten strong colours and their ten light companions; neighbours differ in hue and in lightness.
-_COLOURS = (
-    "#1f6fb4",
-    "#f28e2b",
-    "#3a9a4a",
-    "#c23b3e",
-    "#8a63b5",
-    "#8c5b45",
-    "#d873b4",
-    "#b5a62a",
-    "#2ba7b8",
-    "#6b7280",
-    "#9ec5e8",
-    "#fbc98c",
-    "#a3d9a0",
-    "#f0a09c",
-    "#c9b4de",
-    "#c9a896",
-    "#f2b8d9",
-    "#dedb8c",
-    "#a0dbe3",
-    "#c3c7cd",
+# Okabe and Ito's eight, which people tell apart whatever they see of red, green and blue, in an order in which
+# neighbours differ most; then the same lighter, then darker.
+_OKABE_ITO = ("#0072b2", "#e69f00", "#009e73", "#cc79a7", "#56b4e9", "#d55e00", "#f0e442", "#1a1a1a")
+
+
+def _mixed(colour: str, other: str, share: float) -> str:
+    pairs = ((int(colour[start : start + 2], 16), int(other[start : start + 2], 16)) for start in (1, 3, 5))
+    return "#" + "".join(f"{round(ours * (1 - share) + theirs * share):02x}" for ours, theirs in pairs)
+
+
+COLOURS = (
+    *_OKABE_ITO,
+    *(_mixed(colour, "#ffffff", 0.5) for colour in _OKABE_ITO),
+    *(_mixed(colour, "#404040", 0.5) for colour in _OKABE_ITO),
 )
 # Letters that have a small form, so that forward and backward can differ, and that no two scripts share.
 _LETTERS = "ABCDEFGHIJKLMNOPQRSTUVWXYZ" + "ΓΔΘΛΞΠΣΦΨΩ" + "БДЖЗИЙЛЦЧШЩЪЫЭЮЯ"
@@ -60,20 +52,21 @@ def palette_of(graph: MetaGraph) -> Palette:
             for position, op in enumerate(graph.metaops)
         ),
         labels=tuple(op.name if each else group_of(op) for op in graph.metaops),
-        colours=tuple(_COLOURS[groups[group_of(op)] % len(_COLOURS)] for op in graph.metaops),
+        colours=tuple(COLOURS[groups[group_of(op)] % len(COLOURS)] for op in graph.metaops),
     )
 
 
 def ink_on(colour: str) -> str:
     """Black or white, whichever reads better on a colour (relative luminance of the W3C)."""
     red, green, blue = (_linear(int(colour[start : start + 2], 16) / 255) for start in (1, 3, 5))
-    return "#000000" if 0.2126 * red + 0.7152 * green + 0.0722 * blue > 0.28 else "#ffffff"
+    return "#000000" if 0.2126 * red + 0.7152 * green + 0.0722 * blue > 0.18 else "#ffffff"
 
 
 def _linear(channel: float) -> float:
     return channel / 12.92 if channel <= 0.04045 else float(((channel + 0.055) / 1.055) ** 2.4)
 
 
-def darker(colour: str, share: float = 0.4) -> str:
-    """The colour with some black in it: backward beside forward."""
-    return "#" + "".join(f"{round(int(colour[start : start + 2], 16) * (1 - share)):02x}" for start in (1, 3, 5))
+def darker(colour: str, share: float = 0.3) -> str:
+    """The colour with some black in it: backward beside forward. What is black gets lighter instead."""
+    is_black = all(int(colour[start : start + 2], 16) < 60 for start in (1, 3, 5))
+    return _mixed(colour, "#ffffff", 0.25) if is_black else _mixed(colour, "#000000", share)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from typing import Any
-from xml.sax.saxutils import escape
 
 from rich import box
 from rich.table import Table
@@ -13,9 +12,9 @@ from spindle.display import seconds
 from spindle.plan import FORWARD, INPUT, WEIGHT, Plan, spans
 from spindle.planners import SearchResult
 from spindle.profile import Profile
+from spindle.report.drawing import IDLE, INK, Box, Drawing, Label, Shape, legend, time_axis
 from spindle.report.figure import step_figure
 from spindle.report.palette import darker, group_of, ink_on, palette_of
-from spindle.report.svg import IDLE, page, text, time_axis
 
 _WIDTH, _LEFT, _RIGHT = 1200, 56, 20
 _ROW, _HEADING, _GAP = 26, 30, 18
@@ -69,8 +68,8 @@ def _search_table(title: str, result: SearchResult) -> Table:
     return table
 
 
-def comparison_figure(plans: Sequence[tuple[Plan, Profile]]) -> str:
-    """SVG text: finished plans of one step one above another, each with the profile it was made from."""
+def comparison_figure(plans: Sequence[tuple[Plan, Profile]]) -> Drawing:
+    """Finished plans of one step one above another, each with the profile it was made from."""
     titles = {"sequential": "One module at a time", "wavefront": "In waves"}
     panels = [(titles.get(plan.planner, plan.planner), plan, profile) for plan, profile in plans]
     if any(plan.passes for plan, _ in plans):
@@ -78,23 +77,23 @@ def comparison_figure(plans: Sequence[tuple[Plan, Profile]]) -> str:
     return step_figure(panels[0][2], [(title, plan) for title, plan, _ in panels])
 
 
-def pipeline_figure(panels: Sequence[tuple[str, Plan, Profile]]) -> str:
-    """SVG text: a panel for each (title, finished plan, its profile), one row for each pipeline rank, on one scale.
+def pipeline_figure(panels: Sequence[tuple[str, Plan, Profile]]) -> Drawing:
+    """A panel for each (title, finished plan, its profile), one row for each pipeline rank, on one scale.
 
-    Boxes are passes, with the number of their microbatch; backward is darker, and what only makes the gradients of
-    weights has a light edge. Grey is idle.
+    Boxes are passes, with the number of their microbatch; backward is darker and hatched, and what only makes the
+    gradients of weights has a light edge. Grey is idle.
     """
     end_s = max(plan.folded_s for _, plan, _ in panels)
     scale = (_WIDTH - _LEFT - _RIGHT) / end_s
-    body: list[str] = []
+    body: list[Shape] = []
     top = 10.0
     colours: dict[str, str] = {}
     for title, plan, profile in panels:
         graph = profile.graph
         top += _HEADING
-        body.append(text(_LEFT, top - 10, title, size=15, fill="#111827", more="font-weight='600'"))
+        body.append(Label(x=_LEFT, y=top - 10, text=title, size=15, fill=INK, bold=True))
         facts = f"{seconds(plan.makespan_s)}, {plan.makespan_s / plan.bound_s:.2f} × the bound"
-        body.append(text(_WIDTH - _RIGHT, top - 10, facts, size=13, more="text-anchor='end'"))
+        body.append(Label(x=_WIDTH - _RIGHT, y=top - 10, text=facts, size=13, anchor="end"))
         groups = sorted({slot.devices for slot in plan.slots})
         palette = palette_of(graph)
         colours |= {group_of(op): colour for op, colour in zip(graph.metaops, palette.colours, strict=True)}
@@ -102,26 +101,23 @@ def pipeline_figure(panels: Sequence[tuple[str, Plan, Profile]]) -> str:
         top += _ROW * len(groups) + _GAP
     body += time_axis(end_s, scale, top - _GAP, _LEFT, _WIDTH - _RIGHT)
     top += 26
-    x = float(_LEFT)
-    for name, colour in {**colours, "idle": IDLE}.items():
-        body.append(f"<rect x='{x:.1f}' y='{top - 2:.1f}' width='13' height='13' rx='2' fill='{colour}'/>")
-        body.append(text(x + 19, top + 9, name, size=12))
-        x += 40 + 7 * len(name)
-    body.append(
-        text(_WIDTH - _RIGHT, top + 9, "without transfers; backward is darker", size=11, more="text-anchor='end'")
-    )
-    return page(" above ".join(title for title, _, _ in panels), _WIDTH, round(top + 24), body)
+    note = "without transfers; backward is darker and hatched"
+    body.append(Label(x=_WIDTH - _RIGHT, y=top + 9, text=note, size=11, anchor="end"))
+    entries = [(name, colour, False) for name, colour in {**colours, "idle": IDLE}.items()]
+    shapes, top = legend(entries, _LEFT, _WIDTH - _RIGHT - 320, top)
+    title = " above ".join(title for title, _, _ in panels)
+    return Drawing(title=title, width=_WIDTH, height=round(top + 4), shapes=(*body, *shapes))
 
 
-def _panel(plan: Plan, profile: Profile, groups: list[tuple[int, ...]], top: float, scale: float) -> Iterator[str]:
+def _panel(plan: Plan, profile: Profile, groups: list[tuple[int, ...]], top: float, scale: float) -> Iterator[Shape]:
     graph = profile.graph
     palette = palette_of(graph)
     position = {op.name: number for number, op in enumerate(graph.metaops)}
     row_of = {devices: row for row, devices in enumerate(groups)}
     width = plan.folded_s * scale
-    yield f"<rect x='{_LEFT}' y='{top}' width='{width:.2f}' height='{_ROW * len(groups)}' fill='{IDLE}'/>"
+    yield Box(x=_LEFT, y=top, width=width, height=_ROW * len(groups), fill=IDLE)
     for row, _ in enumerate(groups):
-        yield text(_LEFT - 8, top + (row + 0.5) * _ROW + 4, f"{row}", size=11, more="text-anchor='end'")
+        yield Label(x=_LEFT - 8, y=top + (row + 0.5) * _ROW + 4, text=f"{row}", size=11, anchor="end")
     for span in spans(plan, profile):
         slot = plan.slots[span.slot]
         colour = palette.colours[position[slot.op]]
@@ -132,11 +128,17 @@ def _panel(plan: Plan, profile: Profile, groups: list[tuple[int, ...]], top: flo
         again = f", {slot.recomputed} of {slot.num_layers} layers recomputed" if slot.recomputed else ""
         away = f", {slot.offloaded} offloaded" if slot.offloaded else ""
         kind = {INPUT: "gradients of inputs", WEIGHT: "gradients of weights"}.get(span.kind, span.kind)
-        yield (
-            f"<rect x='{x:.2f}' y='{y:.2f}' width='{max(wide, 0.2):.2f}' height='{_ROW}' fill='{fill}' "
-            f"stroke='{edge}' stroke-width='{0.8 if wide >= _LEAST_EDGED else 0}'>"
-            f"<title>{escape(f'{slot.op}, {kind}{again}{away}')}</title></rect>"
+        yield Box(
+            x=x,
+            y=y,
+            width=max(wide, 0.2),
+            height=_ROW,
+            fill=fill,
+            edge=edge,
+            edge_width=0.8 if wide >= _LEAST_EDGED else 0.0,
+            hatched=span.kind != FORWARD and wide >= _LEAST_EDGED,
+            title=f"{slot.op}, {kind}{again}{away}",
         )
         label = f"{slot.microbatch}"
         if wide > 7 * len(label) + 3:
-            yield text(x + wide / 2, y + _ROW / 2 + 4, label, size=10, fill=ink_on(fill), more="text-anchor='middle'")
+            yield Label(x=x + wide / 2, y=y + _ROW / 2 + 4, text=label, size=10, fill=ink_on(fill), anchor="middle")

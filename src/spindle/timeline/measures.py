@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from spindle.program import SYNC, TRANSFER, are_compute
-from spindle.timeline.timeline import Timeline
+from spindle.timeline.timeline import Column, Timeline
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -31,7 +31,21 @@ class Measures:
 def measure(timeline: Timeline) -> Measures:
     """Compute the measures of a timeline."""
     total = timeline.makespan_ns * timeline.num_ranks
-    busy = transfer = sync = 0
+    compute, transfer, sync, idle = device_times(timeline).sum(0).tolist()
+    return Measures(
+        makespan_s=timeline.makespan_s,
+        compute_share=compute / total if total else 0.0,
+        transfer_share=transfer / total if total else 0.0,
+        sync_share=sync / total if total else 0.0,
+        idle_share=idle / total if total else 0.0,
+        peak_bytes=int(timeline.peak_bytes().max(initial=0)),
+    )
+
+
+def device_times(timeline: Timeline) -> Column:
+    """Of each rank (rows), the nanoseconds of the step in which it computes, only transfers, only reduces gradients,
+    and is idle (columns)."""
+    times = np.zeros((timeline.num_ranks, 4), dtype=np.int64)
     order = np.argsort(timeline.rank, kind="stable")
     bounds = np.searchsorted(timeline.rank[order], np.arange(timeline.num_ranks + 1))
     # Per rank, in order of precedence: what transfers add to the time that compute covers, and what reductions add.
@@ -39,20 +53,11 @@ def measure(timeline: Timeline) -> Measures:
         spans = order[bounds[rank] : bounds[rank + 1]]
         lanes = timeline.lane[spans]
         compute = _covered(timeline, spans[are_compute(lanes)])
-        with_transfer = _union(compute, _covered(timeline, spans[lanes == TRANSFER]))
-        with_sync = _union(with_transfer, _covered(timeline, spans[lanes == SYNC]))
-        compute_ns, with_transfer_ns, with_sync_ns = map(_length, (compute, with_transfer, with_sync))
-        busy += compute_ns
-        transfer += with_transfer_ns - compute_ns
-        sync += with_sync_ns - with_transfer_ns
-    return Measures(
-        makespan_s=timeline.makespan_s,
-        compute_share=busy / total if total else 0.0,
-        transfer_share=transfer / total if total else 0.0,
-        sync_share=sync / total if total else 0.0,
-        idle_share=(total - busy - transfer - sync) / total if total else 0.0,
-        peak_bytes=int(timeline.peak_bytes().max(initial=0)),
-    )
+        with_transfer = union(compute, _covered(timeline, spans[lanes == TRANSFER]))
+        with_sync = union(with_transfer, _covered(timeline, spans[lanes == SYNC]))
+        covered = [0, *map(length, (compute, with_transfer, with_sync)), timeline.makespan_ns]
+        times[rank] = np.diff(covered)
+    return times
 
 
 def busy_intervals(timeline: Timeline, lanes: Collection[int]) -> Iterator[Intervals]:
@@ -68,10 +73,11 @@ Intervals = np.ndarray  # rows of (start, end), disjoint and sorted
 
 
 def _covered(timeline: Timeline, spans: np.ndarray) -> Intervals:
-    return _union(np.stack([timeline.start[spans], timeline.end[spans]], axis=1), np.zeros((0, 2), dtype=np.int64))
+    return union(np.stack([timeline.start[spans], timeline.end[spans]], axis=1), np.zeros((0, 2), dtype=np.int64))
 
 
-def _union(first: Intervals, second: Intervals) -> Intervals:
+def union(first: Intervals, second: Intervals) -> Intervals:
+    """What one or the other covers."""
     both = np.concatenate([first, second])
     if not len(both):
         return both
@@ -82,5 +88,6 @@ def _union(first: Intervals, second: Intervals) -> Intervals:
     return np.stack([both[opens, 0], np.append(reach[opens[1:] - 1], reach[-1])], axis=1)
 
 
-def _length(intervals: Intervals) -> int:
+def length(intervals: Intervals) -> int:
+    """Nanoseconds that intervals cover."""
     return int((intervals[:, 1] - intervals[:, 0]).sum())

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -11,8 +12,17 @@ from spindle.program import NUM_LANES, Instruction, lane_name
 from spindle.timeline.timeline import Timeline
 
 
-def chrome_trace(timeline: Timeline, name_of: Callable[[Instruction], str]) -> str:
-    """JSON text with one process per rank, one thread per lane, and a counter of live memory."""
+@dataclass(frozen=True, slots=True)
+class Flow:
+    """An arrow from one span to another: what a rank sends and another receives."""
+
+    source: int
+    destination: int
+    name: str
+
+
+def chrome_trace(timeline: Timeline, name_of: Callable[[Instruction], str], flows: Iterable[Flow] = ()) -> str:
+    """JSON text with one process per rank, one thread per lane, a counter of live memory, and arrows of flows."""
     events: list[dict[str, object]] = []
     num_lanes = max(NUM_LANES, 1 + int(timeline.lane.max(initial=0)))
     for rank in range(timeline.num_ranks):
@@ -42,4 +52,19 @@ def chrome_trace(timeline: Timeline, name_of: Callable[[Instruction], str]) -> s
                 "args": {"waited_us": (start - posted) / 1e3},
             }
         )
+    for number, flow in enumerate(flows):
+        # An arrow binds to the spans that enclose its ends: it leaves as the transfer begins, and arrives as it ends.
+        for phase, span, time in (("s", flow.source, timeline.start), ("f", flow.destination, timeline.end)):
+            events.append(
+                {
+                    "ph": phase,
+                    "id": number,
+                    "cat": "flow",
+                    "name": flow.name,
+                    "pid": int(timeline.rank[span]),
+                    "tid": int(timeline.lane[span]),
+                    "ts": int(time[span]) / 1e3,
+                    **({"bp": "e"} if phase == "f" else {}),
+                }
+            )
     return json.dumps({"traceEvents": events, "displayTimeUnit": "ms"})

@@ -288,6 +288,8 @@ _COMPARED_ARGUMENTS = (
     "name",
     "cuda_graphs",
     "ema",
+    "run_folder",
+    "profiler_steps",
 )
 
 

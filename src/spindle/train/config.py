@@ -139,6 +139,8 @@ class TrainConfig:
     callbacks: tuple[Callback, ...] = ()
     ema: float | None = None
     grad_scaler: torch.amp.GradScaler | None = None
+    run_folder: Path | None = None
+    profiler_steps: frozenset[int] = frozenset()
 
     def __post_init__(self) -> None:
         check_callbacks(self.callbacks)
@@ -178,6 +180,8 @@ class TrainConfig:
                 f"spindle.Trainer(checkpoints={self.checkpoints!r}): expected "
                 'spindle.Checkpoints("runs/a", every=500, keep=2)'
             )
+        if self.profiler_steps and self.run_folder is None:
+            raise TrainingError("spindle.Trainer(profiler_steps=...): requires run_folder=..., where traces go")
         if self.sampling_weights is not None:
             object.__setattr__(self, "sampling_weights", dict(self.sampling_weights))
 

@@ -25,6 +25,7 @@ from spindle.train.header import Table, check_changes, header_row, idle_in, is_s
 from spindle.train.memory import FitMemory
 from spindle.train.reporting import LOSSES_BEHIND, StepReports
 from spindle.train.result import FitResult
+from spindle.train.run_folder import profiled_step
 from spindle.train.save_points import SavePoints
 from spindle.train.session import NEW_VARIANT, TrainSession
 from spindle.train.steps import StepRun, microbatches_of
@@ -134,7 +135,9 @@ class Loop:
             else:  # of no batches: a rank that has just requested a change waits for the others' headers
                 gathering = self._start_header(self._no_batches)
                 self._source.end_reading()
-            reports.launched(step, headers, self._step(step, headers, current))
+            with profiled_step(self._config, world, step):
+                runs = self._step(step, headers, current)
+            reports.launched(step, headers, runs)
             trained = [header for row in headers for header in row.values()]
             num_samples = sum(header.num_rows for header in trained)
             step_s = self._times.end_step(time.perf_counter() - begin_s, num_samples)

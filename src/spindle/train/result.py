@@ -10,7 +10,6 @@ from pathlib import Path
 
 from rich.console import Console, RenderableType
 
-from spindle.artifact import write_atomically
 from spindle.display import count_of, facts, html_of, percent, seconds
 from spindle.graph import MetaGraph
 from spindle.plan import Plan
@@ -29,7 +28,7 @@ from spindle.report import (
     loss_text,
     step_charts,
     step_tables,
-    trace_of,
+    write_trace,
 )
 from spindle.simulate import simulate
 from spindle.timeline import Timeline
@@ -57,6 +56,7 @@ class FitResult:
     slots_without_cuda_graph: Mapping[str, str] = field(default_factory=dict)  # on this rank, with the reason
     oversubscribed: bool = False  # more threads than cores
     metrics: tuple[dict[str, float], ...] = ()  # by step and `task/name`
+    measured_steps: Mapping[int, Timeline] = field(default_factory=dict)  # of `program`, some of the last, on rank 0
 
     @property
     def graph(self) -> MetaGraph:
@@ -140,9 +140,9 @@ class FitResult:
         return html_of(*self._summary(8))
 
     def write_trace(self, path: Path | str) -> None:
-        """Write the measured step as a trace for Perfetto, on rank 0."""
+        """Write the measured step as a trace for Perfetto, on rank 0; compressed if the name ends in .gz."""
         if self.measured is not None:
-            write_atomically(Path(path), trace_of(self.measured, self.program))
+            write_trace(Path(path), self.measured, self.program)
 
 
 def result_without_steps(rank: int, plan: Plan, profile: Profile, notices: Sequence[str]) -> FitResult:

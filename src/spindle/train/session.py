@@ -26,6 +26,7 @@ from spindle.train.plan import SavedPlanning, plan_workload
 from spindle.train.profiling import ProfiledWorkload, trace_and_profile
 from spindle.train.progress import Progress
 from spindle.train.record import Handles, root_handles
+from spindle.train.run_folder import RunFolder
 from spindle.train.runtime import RankRuntime, StateFor, gather_buffers, make_runtime, make_update, share_buffers
 from spindle.train.task_variants import TaskVariants
 
@@ -43,6 +44,7 @@ class TrainSession:
         self.config, self.world, self.notices, self.capture = config, world, notices, capture
         self.progress = Progress(enabled=False)  # of the fit that runs
         self.callbacks = Callbacks(config.callbacks, world.rank)
+        self.run_folder = RunFolder.of(config, world)
         self.variants = TaskVariants(config.tasks)
         self.profiled: ProfiledWorkload | None = None
         self._all_profiled: ProfiledWorkload | None = None  # with the tasks that have ended since
@@ -126,6 +128,8 @@ class TrainSession:
         config = self.saved_planning.applied_to(config, workload.graph, profiled.profile, world.size)
         self.saved_planning = replace(self.saved_planning, plan=None)  # for the first plan only
         planned = plan_workload(workload, profiled.profile, config, world, self.progress, self.notify)
+        if self.run_folder is not None:
+            self.run_folder.write_plan(planned, workload, is_new=self.step == 0, notices=self.notices)
         self.callbacks.call("on_plan", planned.plan)
         return make_runtime(workload, planned, config, world, self._examples())
 

@@ -14,6 +14,7 @@ from spindle.profile import Profile
 from spindle.program import Backward, Forward, Program
 from spindle.run import Watch, World, timeline_of
 from spindle.simulate import simulate
+from spindle.timeline import Timeline
 from spindle.train.result import FitResult
 
 _NUM_TIMELINES = 9  # that are kept
@@ -61,7 +62,7 @@ class StepTimes:
         self._step_s: list[float] = []
         self._ends_s: list[float] = []  # since the fit began
         self._num_samples: list[int] = []
-        self._timelines: list[tuple[Watch, Program, Profile]] = []
+        self._timelines: list[tuple[int, Watch, Program, Profile]] = []  # with their steps
         self._watched: tuple[int, Watch] | None = None  # a timed step that a GPU may still be at
         self._sampled: frozenset[int] = frozenset()
         self._predicted: _PredictedCompute | None = None  # of the last program
@@ -86,7 +87,7 @@ class StepTimes:
         """Keep the times of the step that has just run."""
         self._watched = (step, watch)
         if self._is_sampled:
-            self._timelines.append((watch, program, profile))
+            self._timelines.append((step, watch, program, profile))
 
     def compare_compute(self, watch: Watch, program: Program, profile: Profile) -> None:
         """Compare the compute of a step that has just run with its prediction, for whoever watches ranks. Not on a GPU,
@@ -144,21 +145,27 @@ class StepTimes:
         measured timeline is rank 0's, of a typical step."""
         world = self._world
         oversubscribed = min(profile.host_rates, default=1.0) < 1
-        spans = world.gather_objects([watch.spans() for watch, _, _ in self._timelines])
+        spans = world.gather_objects([watch.spans() for _, watch, _, _ in self._timelines])
         measured = None
+        measured_steps: dict[int, Timeline] = {}
         sampled_s: tuple[tuple[float, float], ...] = ()
         # The step that is compared must be of the program it is shown with: steps of a pipeline have one each.
         if self._timelines:
-            _, program, profile = self._timelines[-1]
+            _, _, program, profile = self._timelines[-1]
         if world.rank == 0 and self._timelines:
             timelines = [
                 (timeline_of(step_program, spans_of_ranks), step_program, step_profile)
-                for spans_of_ranks, (_, step_program, step_profile) in zip(
+                for spans_of_ranks, (_, _, step_program, step_profile) in zip(
                     zip(*spans, strict=True), self._timelines, strict=True
                 )
             ]
             by_time = sorted(timelines, key=lambda entry: entry[0].makespan_ns)
             measured, program, profile = by_time[len(by_time) // 2]
+            measured_steps = {
+                step: timeline
+                for (step, *_), (timeline, step_program, _) in zip(self._timelines, timelines, strict=True)
+                if step_program is program
+            }
             sampled_s = tuple(
                 (simulate(step_program, step_profile).makespan_s, timeline.makespan_s)
                 for timeline, step_program, step_profile in timelines
@@ -177,6 +184,7 @@ class StepTimes:
             peak_bytes=tuple(world.gather_objects(peak_bytes)) if peak_bytes else (),
             changes_s=tuple(self.changes_s),
             sampled_s=sampled_s,
+            measured_steps=measured_steps,
             notices=tuple(notices),
             oversubscribed=oversubscribed,
         )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
 from functools import partial
@@ -16,6 +16,7 @@ from spindle.errors import TrainingError, WorkloadError
 from spindle.launch import WorkloadCapture, active_capture, is_debugging
 from spindle.plan import Plan
 from spindle.profile import Profile
+from spindle.report import STEPS
 from spindle.run import World, join_world
 from spindle.train.agreement import compare
 from spindle.train.callbacks import Callback, EvaluationRecord, OnStep
@@ -30,6 +31,7 @@ from spindle.train.sampling import SamplingWeight, check_sampling_weights
 from spindle.train.session import TrainSession
 from spindle.train.state import TrainState, restore_state, take_state
 from spindle.train.task import TaskDefinition
+from spindle.train.writers import JSONLines
 
 
 class Trainer:
@@ -49,7 +51,9 @@ class Trainer:
     order and planner. On a GPU, steps whose batches have the same shapes are captured as CUDA graphs and
     replayed (`cuda_graphs`): the same numbers, without the side effects of Python code in a module. `callbacks` are
     told of plans, steps, evaluations and the end of fits (see `spindle.Callback`). `ema` is the decay of an exponential
-    moving average of the weights, for `evaluate(ema=True)` and `state_dict(ema=True)`.
+    moving average of the weights, for `evaluate(ema=True)` and `state_dict(ema=True)`. With `run_folder`, rank 0 writes
+    there what `spindle report` shows: workload, profile, plan, program, a line for each step, and timelines of the
+    predicted step and some measured ones; and every rank a trace of torch.profiler of each of `profiler_steps`.
     """
 
     def __init__(
@@ -71,7 +75,11 @@ class Trainer:
         callbacks: Sequence[Callback] = (),
         ema: float | None = None,
         grad_scaler: torch.amp.GradScaler | None = None,
+        run_folder: Path | str | None = None,
+        profiler_steps: Collection[int] = (),
     ) -> None:
+        if run_folder is not None:
+            callbacks = (*callbacks, JSONLines(Path(run_folder) / STEPS))
         config = TrainConfig(
             tasks=tuple(tasks),
             optimizer=optimizer,
@@ -89,6 +97,8 @@ class Trainer:
             callbacks=tuple(callbacks),
             ema=ema,
             grad_scaler=grad_scaler,
+            run_folder=None if run_folder is None else Path(run_folder),
+            profiler_steps=frozenset(profiler_steps),
         )
         if sampling_weights is not None:
             check_sampling_weights(sampling_weights, config.task_names, tasks_per_step)
@@ -174,6 +184,8 @@ class Trainer:
             callbacks.fail(error)
             raise
         callbacks.call("on_end", result)
+        if self._session.run_folder is not None:
+            self._session.run_folder.write_result(result)
         return result
 
     def _fit(self, loaders: Mapping[str, Any], steps: int, drop_last: bool) -> FitResult:

@@ -85,6 +85,7 @@ trainer = spindle.Trainer(
     optimizer=make_optimizer,
     lr_scheduler=lambda optimizer: torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, STEPS),
     # sampling_weights={"classify": 2, "image_text": 1, "audio_text": 1},  # a step then draws tasks
+    run_folder="runs/multitask",  # what `spindle report runs/multitask -o step.html` shows
     # checkpoints=spindle.Checkpoints("runs/multitask", every=500),  # resumes when the script is started again
     # callbacks=[spindle.JSONLines("steps.jsonl")],  # or spindle.TensorBoard("runs")
 )

@@ -103,6 +103,7 @@ trainer = spindle.Trainer(
     [image_text],
     optimizer=make_optimizer,
     max_grad_norm=1.0,
+    run_folder="runs/two-tower",  # what `spindle report runs/two-tower -o step.html` shows
     # checkpoints=spindle.Checkpoints("runs/two-tower", every=500),  # resumes when the script is started again
     # callbacks=[spindle.JSONLines("steps.jsonl")],  # or spindle.TensorBoard("runs")
 )

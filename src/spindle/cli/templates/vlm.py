@@ -75,6 +75,7 @@ trainer = spindle.Trainer(
     optimizer=make_optimizer,
     max_grad_norm=1.0,
     # autocast=torch.bfloat16,
+    run_folder="runs/vlm",  # what `spindle report runs/vlm -o step.html` shows
     # checkpoints=spindle.Checkpoints("runs/vlm", every=500),  # resumes when the script is started again
 )
 result = trainer.fit({"answer": Pictures(1024)}, steps=STEPS)

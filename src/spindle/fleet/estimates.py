@@ -1,0 +1,88 @@
+"""Step times of cells without running a job: bounds and plans.
+
+A bound takes milliseconds, a plan seconds. Planning is lazy: choose on bounds, plan only the chosen cells, choose again
+with their times, until no new cell is chosen. Bounds are optimistic, so no better cell is missed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+
+from spindle.cluster import Cluster
+from spindle.errors import ClusterError, DoesNotFitError, FleetError, ProfileError, WorkloadError
+from spindle.fleet.cells import Cell, Estimate
+from spindle.fleet.fleet import Fleet
+from spindle.fleet.job import Job
+from spindle.planners import PlanOptions, choose_layout, graph_bound_s, make_plan, pipeline_bound_s
+from spindle.profile import Profile
+from spindle.program import lower
+from spindle.recipes import Step
+from spindle.simulate import simulate
+from spindle.timeline import measure
+
+StepOn = Callable[[Cluster], Step]  # the step of a job on a cluster of one kind
+
+
+def bound_estimates(step_on: StepOn, fleet: Fleet, job: Job) -> tuple[Estimate, ...]:
+    """Bounds of every cell that a job accepts, without those that it cannot run in."""
+    estimates = []
+    for kind, device in enumerate(fleet.kinds):
+        for count in fleet.counts(kind):
+            if job.accepts(device.name, count):
+                estimate = bound_estimate(step_on, fleet, Cell(kind=device.name, num_devices=count))
+                if estimate is not None:
+                    estimates.append(estimate)
+    if not estimates:
+        raise FleetError(
+            f"job {job.name!r} can run in no cell of the fleet: it accepts "
+            f"{', '.join(job.kinds) or 'any kind'}, {job.min_devices} to {job.max_devices or 'any number of'} devices"
+        )
+    return tuple(estimates)
+
+
+def bound_estimate(step_on: StepOn, fleet: Fleet, cell: Cell) -> Estimate | None:
+    """The bound of one cell; None if its number of devices does not suit the job (a pipeline's stages, say)."""
+    try:
+        step = step_on(fleet.cluster_of(fleet.kind_number(cell.kind), cell.num_devices))
+        if step.pipeline_ranks is None:
+            return Estimate(cell=cell, step_s=graph_bound_s(step.whole), grade="bound")
+        bound_s = pipeline_bound_s(step.split_profiles(), step.pipeline_ranks)
+        return Estimate(cell=replace(cell, num_stages=step.pipeline_ranks), step_s=bound_s, grade="bound")
+    except (ClusterError, ProfileError, WorkloadError):
+        return None
+
+
+def planned_estimate(
+    step_on: StepOn,
+    fleet: Fleet,
+    bound: Estimate,
+    options: PlanOptions = PlanOptions(),  # noqa: B008
+) -> Estimate:
+    """The simulated step of the plan that the job would run in a cell; one that does not fit has `fits` False and the
+    memory that it would need."""
+    cell = bound.cell
+    step = step_on(fleet.cluster_of(fleet.kind_number(cell.kind), cell.num_devices))
+    try:
+        profile, planner, given = _planner_input(step, options)
+        plan = make_plan(profile, planner, given)
+    except DoesNotFitError as error:
+        return replace(bound, grade="planned", fits=False, memory_bytes=error.needed_bytes)
+    peak_bytes = measure(simulate(lower(plan, profile), profile)).peak_bytes
+    return replace(bound, step_s=plan.makespan_s, grade="planned", memory_bytes=peak_bytes)
+
+
+def _planner_input(step: Step, options: PlanOptions) -> tuple[Profile, str, PlanOptions]:
+    if step.pipeline_ranks is None:
+        return step.whole, "wavefront", options
+    profiles = step.split_profiles()
+    profile, layout = choose_layout(profiles, step.pipeline_ranks)
+    bound_s = pipeline_bound_s(profiles, step.pipeline_ranks)
+    return profile, "pipeline", replace(options, pipeline_ranks=step.pipeline_ranks, layouts=(layout,), bound_s=bound_s)
+
+
+def least_memory(estimates: tuple[Estimate, ...]) -> int:
+    """The least memory of a device with which some cell would fit; 0 if one does."""
+    if any(estimate.fits for estimate in estimates):
+        return 0
+    return min((estimate.memory_bytes for estimate in estimates if estimate.memory_bytes), default=0)

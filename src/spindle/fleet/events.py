@@ -1,0 +1,232 @@
+"""What happens to a fleet, and what the scheduler answers.
+
+Engines and the simulator emit events and execute actions; they decide nothing. Every event has the time at which it
+happened, in seconds on the fleet's clock; times never decrease. Events and actions have a JSON form with their kind in
+the first field, so that a store can keep them and `replay` can feed them to the scheduler again.
+
+    Submitted   a job arrives, with estimates of its cells (bounds will do)
+    Estimated   better or other estimates: plans that were asked for, or a workload that has changed
+    Started     the ranks of an attempt have taken their first step; its reallocation is over
+    Progressed  an attempt reports its step, and the median step time after the 20th
+    Stopped     an attempt has ended because it was told to; it resumes from `step`
+    Completed   the script ended with exit code 0
+    Failed      an attempt ended by itself: the script's own exception, or a signal, out of memory, a hung rank
+    Suspended   a user stops a job; it stays known and holds no devices
+    Resumed     a user resumes it
+    NodeJoined  a node is new, or back and checked
+    NodeLost    a node is gone, with everything on it
+    Draining    a node is to be left before a deadline
+    Ticked      the clock: time for a round (`State.next_round_s` says when the next is due)
+
+Actions. `attempt` counts the starts of a job; only the newest may commit a checkpoint.
+
+    Plan        make a plan for a cell in the background; answered by Estimated
+    Start       start an attempt in a cell, on these nodes, as soon as their devices are free
+    Stop        SIGTERM, a checkpoint within the grace period, then SIGKILL; answered by Stopped
+    Resize      stop attempt - 1, then start `attempt` in another cell or on other nodes; answered by Stopped for
+                attempt - 1 and by Started for `attempt`
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from spindle.artifact import from_json, shown, to_json
+from spindle.cluster import Island
+from spindle.errors import InputError
+from spindle.fleet.cells import Cell, Estimate
+from spindle.fleet.job import Job
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NodeShare:
+    """So many devices of one node, which the engine picks."""
+
+    node: str
+    num_devices: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Submitted:
+    time_s: float
+    job: Job
+    estimates: tuple[Estimate, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Estimated:
+    """With `replaces`, the job's earlier estimates are dropped: its workload has changed."""
+
+    time_s: float
+    job: str
+    estimates: tuple[Estimate, ...]
+    replaces: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Started:
+    time_s: float
+    job: str
+    attempt: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Progressed:
+    """`step_s` is 0 while fewer than 20 steps have been taken."""
+
+    time_s: float
+    job: str
+    attempt: int
+    step: float
+    step_s: float = 0.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Stopped:
+    time_s: float
+    job: str
+    attempt: int
+    step: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Completed:
+    time_s: float
+    job: str
+    attempt: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Failed:
+    """`step` is where it failed, `resume_step` that of its newest checkpoint. `by_script`: its own exception."""
+
+    time_s: float
+    job: str
+    attempt: int
+    step: float
+    resume_step: float
+    by_script: bool
+    reason: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Suspended:
+    time_s: float
+    job: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Resumed:
+    time_s: float
+    job: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NodeJoined:
+    """`island` describes a node that the fleet did not have before."""
+
+    time_s: float
+    node: str
+    island: Island | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LostAttempt:
+    """A job that ran on a lost node, and the step of its newest checkpoint."""
+
+    job: str
+    step: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NodeLost:
+    time_s: float
+    node: str
+    attempts: tuple[LostAttempt, ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Draining:
+    time_s: float
+    node: str
+    deadline_s: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Ticked:
+    time_s: float
+
+
+Event = (
+    Submitted
+    | Estimated
+    | Started
+    | Progressed
+    | Stopped
+    | Completed
+    | Failed
+    | Suspended
+    | Resumed
+    | NodeJoined
+    | NodeLost
+    | Draining
+    | Ticked
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Plan:
+    job: str
+    cell: Cell
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Start:
+    job: str
+    attempt: int
+    cell: Cell
+    nodes: tuple[NodeShare, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Stop:
+    job: str
+    attempt: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Resize:
+    job: str
+    attempt: int
+    cell: Cell
+    nodes: tuple[NodeShare, ...]
+
+
+Action = Plan | Start | Stop | Resize
+
+_EVENTS: dict[str, type] = {kind.__name__: kind for kind in Event.__args__}
+_ACTIONS: dict[str, type] = {kind.__name__: kind for kind in Action.__args__}
+
+
+def event_json(event: Event) -> dict[str, Any]:
+    return {"event": type(event).__name__, **to_json(event)}
+
+
+def event_from_json(data: Any, where: str) -> Event:
+    return _tagged("event", _EVENTS, data, where)  # type: ignore[no-any-return]
+
+
+def action_json(action: Action) -> dict[str, Any]:
+    return {"action": type(action).__name__, **to_json(action)}
+
+
+def action_from_json(data: Any, where: str) -> Action:
+    return _tagged("action", _ACTIONS, data, where)  # type: ignore[no-any-return]
+
+
+def _tagged(tag: str, kinds: dict[str, type], data: Any, where: str) -> Any:
+    if not isinstance(data, dict) or data.get(tag) not in kinds:
+        raise InputError(f"{where}: expected an object whose {tag!r} is one of {', '.join(kinds)}, got {shown(data)}")
+    body = {key: value for key, value in data.items() if key != tag}
+    return from_json(kinds[data[tag]], body, where)

@@ -1,0 +1,114 @@
+"""Cells that jobs get at least: promised deadlines, urgent jobs, leases, guarantees of teams.
+
+In this order, each from what is left by those before. Promises were given, so even urgent jobs share only the rest.
+All floors together fit the fleet.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from spindle.fleet.columns import HAS_PROMISE, IS_URGENT, LEASE_UNTIL_S, WAITING_SINCE_S, FloatColumn, IntColumn
+
+if TYPE_CHECKING:
+    from spindle.fleet.policies.policy import Round
+
+
+def floors_of(given: Round, utility: FloatColumn) -> tuple[IntColumn, tuple[int, ...]]:
+    """The floor of each job, or -1, and the jobs whose lease begins."""
+    floors = _Floors(given)
+    floors.add_promises()
+    floors.add_urgent(utility)
+    leases = floors.add_leases() if given.options.leases else ()
+    floors.add_guarantees(utility)
+    return floors.cell, leases
+
+
+class _Floors:
+    def __init__(self, given: Round) -> None:
+        self.given, self.columns = given, given.columns
+        self.cell: IntColumn = np.full(self.columns.num_jobs, -1, dtype=np.int64)
+        self.free = given.capacity.copy()
+
+    def _fits(self, cell: int) -> bool:
+        limit = self.columns.limit[cell]
+        count = self.columns.count[cell]
+        return bool(count <= self.free[self.columns.kind[cell]] and (limit < 0 or count <= self.free[limit]))
+
+    def _set(self, job: int, cell: int) -> None:
+        self.cell[job] = cell
+        self.free[self.columns.kind[cell]] -= self.columns.count[cell]
+        if self.columns.limit[cell] >= 0:
+            self.free[self.columns.limit[cell]] -= self.columns.count[cell]
+
+    def add_promises(self) -> None:
+        """The cell in which a promised job meets its deadline; in order of arrival, as promises were given."""
+        for job in np.flatnonzero(self.columns.numbers[HAS_PROMISE]).tolist():
+            promised = self.columns.jobs[job].promised
+            assert promised is not None
+            kind = self.columns.kind_numbers[promised.kind]
+            for cell in range(self.columns.first[job], self.columns.first[job + 1]):
+                matches = self.columns.kind[cell] == kind and self.columns.count[cell] == promised.num_devices
+                if matches and self.given.allowed[cell] and self._fits(cell):
+                    self._set(job, cell)
+
+    def add_urgent(self, utility: FloatColumn) -> None:
+        """Urgent jobs as if they were alone."""
+        urgent = (self.columns.numbers[IS_URGENT] > 0) & (self.cell < 0)
+        if urgent.any():
+            self._solve(urgent, utility, self.free)
+
+    def add_leases(self) -> tuple[int, ...]:
+        """Jobs that have a lease keep their cell; those that have waited too long begin one, longest waits first, in
+        the cell that is cheapest at the last prices."""
+        now_s, columns = self.given.now_s, self.columns
+        open_floor = self.cell < 0
+        leased = open_floor & (self.given.held >= 0) & (columns.numbers[LEASE_UNTIL_S] > now_s)
+        for job in np.flatnonzero(leased).tolist():
+            if self._fits(int(self.given.held[job])):
+                self._set(job, int(self.given.held[job]))
+        waited_s = now_s - columns.numbers[WAITING_SINCE_S]
+        due = np.flatnonzero(open_floor & (self.given.held < 0) & (waited_s >= self.given.options.starvation_s))
+        begun = []
+        for job in sorted(due.tolist(), key=lambda job: (-waited_s[job], job)):
+            cells = [
+                cell
+                for cell in range(columns.first[job], columns.first[job + 1])
+                if self.given.allowed[cell] and self._fits(cell)
+            ]
+            if not cells and columns.first[job] < columns.first[job + 1]:
+                break  # those who have waited less must not take what becomes free
+            if cells:
+                prices = self.given.prices
+                cost = [(columns.count[cell] * prices[columns.kind[cell]], columns.count[cell]) for cell in cells]
+                self._set(job, cells[min(range(len(cells)), key=cost.__getitem__)])
+                begun.append(job)
+        return tuple(begun)
+
+    def add_guarantees(self, utility: FloatColumn) -> None:
+        """Each team's jobs as if they were alone on its guaranteed devices."""
+        columns = self.columns
+        for team in columns.fleet.teams:
+            if not team.guaranteed:
+                continue
+            members = np.array([state.job.team == team.name for state in columns.jobs], dtype=bool)
+            room = np.zeros_like(self.free)
+            room[columns.num_kinds :] = self.free[columns.num_kinds :]
+            for guarantee in team.guaranteed:
+                room[columns.kind_numbers[guarantee.kind]] = guarantee.num_devices
+            mine = self.cell[members & (self.cell >= 0)]
+            np.subtract.at(room, columns.kind[mine], columns.count[mine])
+            room = np.clip(room, 0, self.free)
+            members &= self.cell < 0
+            if members.any() and room[: columns.num_kinds].any():
+                self._solve(members, utility, room)
+
+    def _solve(self, members: np.ndarray, utility: FloatColumn, capacity: IntColumn) -> None:
+        from spindle.fleet.policies.policy import maximise
+
+        alone = np.where(members[self.columns.job_of_cell], utility, 0.0)
+        choice = maximise(self.given, alone, capacity=capacity)
+        for job in np.flatnonzero(choice.cells >= 0).tolist():
+            self._set(job, int(choice.cells[job]))

@@ -1,0 +1,77 @@
+"""What a policy is given, and what it answers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from spindle.fleet.columns import BoolColumn, Columns, FloatColumn, IntColumn
+from spindle.fleet.dual_prices import FORBIDDEN, descend
+from spindle.fleet.exchange import allocate
+from spindle.fleet.state import SchedulerOptions
+
+_MAX_SWEEPS = 20
+_MAX_EXCHANGES = 2000
+
+
+@dataclass(slots=True, kw_only=True)
+class Round:
+    """One round: jobs as columns, and which cells may be chosen.
+
+    `allowed` is False for cells that placement refused in an earlier try of this round, and for cells that are not
+    planned yet. `num_arrived` and `num_departed` count since the last round; `prices` are the last round's.
+    """
+
+    columns: Columns
+    options: SchedulerOptions
+    now_s: float
+    capacity: IntColumn
+    held: IntColumn
+    allowed: BoolColumn
+    prices: FloatColumn
+    num_arrived: int = 0
+    num_departed: int = 0
+
+
+@dataclass(slots=True, kw_only=True)
+class Choice:
+    """The cell of each job, or -1. `leases` are jobs that begin one; `opportunistic` jobs run out of turn (Crius).
+
+    `bound` is an upper bound on the utility, where the policy maximises one.
+    """
+
+    cells: IntColumn
+    utility: float = 0.0
+    bound: float = 0.0
+    prices: FloatColumn = field(default_factory=lambda: np.zeros(0))
+    leases: tuple[int, ...] = ()
+    opportunistic: frozenset[int] | None = None
+
+
+Policy = Callable[[Round], Choice]
+
+
+def maximise(
+    given: Round, utility: FloatColumn, floor: IntColumn | None = None, capacity: IntColumn | None = None
+) -> Choice:
+    """The allocation with (nearly) the largest sum of utilities; `floor` as in `exchange`."""
+    columns = given.columns
+    if floor is None:
+        floor = np.full(columns.num_jobs, -1, dtype=np.int64)
+    if capacity is None:
+        capacity = given.capacity
+    required = floor >= 0
+    worth = np.where(given.allowed & (utility > 0), utility, FORBIDDEN)
+    if required.any():
+        # A job with a floor may only do better: worth more, and no slower.
+        job = columns.job_of_cell
+        least = np.where(required, utility[np.maximum(floor, 0)], FORBIDDEN)[job]
+        slowest = np.where(required, columns.rate[np.maximum(floor, 0)], 0.0)[job]
+        worth[(worth <= least) | (columns.rate < slowest)] = FORBIDDEN
+        worth[floor[required]] = np.maximum(0.0, utility[floor[required]])
+    problem = (columns.first, columns.kind, columns.limit, columns.count, worth)
+    prices, bound = descend(*problem, required, capacity, given.prices, _MAX_SWEEPS)
+    cells, total = allocate(*problem, floor, required, given.held, capacity, columns.num_kinds, prices, _MAX_EXCHANGES)
+    return Choice(cells=cells, utility=float(total), bound=float(bound), prices=prices)

@@ -1,0 +1,234 @@
+"""Laws that hold for the fleet scheduler, for random fleets, jobs and events."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import os
+
+import numpy as np
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import fleets
+from spindle.artifact import from_json, to_json
+from spindle.fleet import Completed, NodeJoined, NodeLost, State, Team, schedule
+from spindle.fleet.dual_prices import bound_at, descend
+from spindle.fleet.event_log import action_line
+from spindle.fleet.events import Ticked
+from spindle.fleet.exchange import allocate
+from spindle.fleet.fleet import DeviceCount
+
+QUICK = settings(max_examples=1000 if os.environ.get("SPINDLE_ALL_CASES") else 25, deadline=None)
+
+
+@st.composite
+def problems(draw, max_jobs: int = 5, max_cells: int = 4, num_kinds: int = 2):
+    """Columns of a small round: first, kind, limit, count, utility, and capacity."""
+    first, kind, count, utility = [0], [], [], []
+    for _ in range(draw(st.integers(1, max_jobs))):
+        for _ in range(draw(st.integers(0, max_cells))):
+            kind.append(draw(st.integers(0, num_kinds - 1)))
+            count.append(draw(st.integers(1, 6)))
+            utility.append(draw(st.floats(0.01, 3.0)))
+        first.append(len(kind))
+    capacity = draw(st.lists(st.integers(0, 8), min_size=num_kinds, max_size=num_kinds))
+    return (
+        np.array(first, dtype=np.int64),
+        np.array(kind, dtype=np.int64),
+        np.full(len(kind), -1, dtype=np.int64),
+        np.array(count, dtype=np.int64),
+        np.array(utility, dtype=np.float64),
+        np.array(capacity, dtype=np.int64),
+    )
+
+
+def solved(first, kind, limit, count, utility, capacity):
+    num_jobs = len(first) - 1
+    none, free = np.full(num_jobs, -1, dtype=np.int64), np.zeros(num_jobs, dtype=bool)
+    prices, bound = descend(first, kind, limit, count, utility, free, capacity, np.zeros(len(capacity)), 50)
+    choice, total = allocate(
+        first, kind, limit, count, utility, none, free, none, capacity, len(capacity), prices, 1000
+    )
+    return choice, total, bound, prices
+
+
+@given(problems())
+@QUICK
+def test_utility_lies_between_the_bound_and_one_job_per_kind_below_the_optimum(problem):
+    first, kind, _, count, utility, capacity = problem
+    choice, total, bound, _ = solved(*problem)
+    used = np.zeros(len(capacity), dtype=np.int64)
+    for job, cell in enumerate(choice.tolist()):
+        if cell >= 0:
+            assert first[job] <= cell < first[job + 1]
+            used[kind[cell]] += count[cell]
+    assert (used <= capacity).all()
+    assert total <= bound * (1 + 1e-9) + 1e-9
+    best = 0.0
+    for cells in itertools.product(*([-1, *range(a, b)] for a, b in itertools.pairwise(first.tolist()))):
+        taken = np.zeros(len(capacity), dtype=np.int64)
+        for cell in cells:
+            if cell >= 0:
+                taken[kind[cell]] += count[cell]
+        if (taken <= capacity).all():
+            best = max(best, sum(utility[cell] for cell in cells if cell >= 0))
+    assert total <= best + 1e-9
+    assert best <= bound * (1 + 1e-9) + 1e-9
+    assert total >= best - len(capacity) * utility.max(initial=0.0) - 1e-9
+
+
+@given(problems(), st.integers(0, 1), st.integers(1, 4))
+@QUICK
+def test_more_devices_never_lower_the_bound(problem, resource, more):
+    first, kind, limit, count, utility, capacity = problem
+    larger = capacity.copy()
+    larger[resource] += more
+    *_, prices = solved(first, kind, limit, count, utility, larger)
+    free = np.zeros(len(first) - 1, dtype=bool)
+    # The prices of the larger fleet bound the smaller one, too, and no more than themselves.
+    at_smaller = bound_at(first, kind, limit, count, utility, free, capacity, prices)
+    assert at_smaller <= bound_at(first, kind, limit, count, utility, free, larger, prices) + 1e-9
+    _, total, _, _ = solved(*problem)
+    assert total <= at_smaller + 1e-9
+
+
+KINDS = ("big", "small")
+TEAMS = (
+    Team(name="owner", guaranteed=(DeviceCount(kind="big", num_devices=2),)),
+    Team(name="limited", limits=(DeviceCount(kind="big", num_devices=3), DeviceCount(kind="small", num_devices=2))),
+)
+
+
+@st.composite
+def histories(draw):
+    """A fleet, and what happens to it: arrivals, completions, lost and returning nodes, with rounds in between."""
+    sizes = {
+        "big": draw(st.lists(st.sampled_from([2, 4]), min_size=1, max_size=3)),
+        "small": [2] * draw(st.integers(1, 2)),
+    }
+    machines = fleets.fleet(sizes, TEAMS)
+    steps = []
+    for number in range(draw(st.integers(1, 10))):
+        what = draw(st.sampled_from(["submit", "submit", "submit", "complete", "lose", "join"]))
+        wait_s = draw(st.sampled_from([1.0, 40.0, 400.0, 20_000.0]))
+        if what == "submit":
+            cells = draw(
+                st.lists(
+                    st.tuples(st.sampled_from(KINDS), st.sampled_from([1, 2, 3, 4, 8])),
+                    min_size=1,
+                    unique=True,
+                    max_size=5,
+                )
+            )
+            times = {cell: draw(st.floats(0.1, 5.0)) for cell in cells}
+            fields = {
+                "priority": draw(st.sampled_from(["low", "normal", "high", "urgent"])),
+                "team": draw(st.sampled_from(["", "owner", "limited"])),
+                "num_steps": draw(st.sampled_from([None, 100, 100_000])),
+                "deadline": draw(st.sampled_from([None, None, 50_000.0])),
+            }
+            steps.append((wait_s, "submit", (f"job{number}", times, fields)))
+        else:
+            steps.append((wait_s, what, draw(st.integers(0, 9))))
+    return machines, steps
+
+
+def run_history(machines, steps, policy="price", check=None):
+    """Every action, as lines; `check` sees the state after each round."""
+    state = fleets.new_state(machines, policy=policy, starvation_s=10_000.0)
+    lines, now_s = [], 0.0
+    for wait_s, what, detail in steps:
+        now_s += wait_s
+        while state.next_round_s is not None and state.next_round_s < now_s and len(lines) < 500:
+            state, actions = fleets.after(state, Ticked(time_s=max(state.next_round_s, now_s - 1.0, state.now_s)))
+            lines += map(action_line, actions)
+            if check is not None:
+                check(state)
+        event = _event(state, what, detail, now_s)
+        if event is not None:
+            state, actions = fleets.after(state, event)
+            lines += map(action_line, actions)
+    state, actions = fleets.at(now_s, state)
+    lines += map(action_line, actions)
+    if check is not None:
+        check(state)
+    return state, lines
+
+
+def _event(state, what, detail, now_s):
+    names = state.fleet.node_names
+    match what:
+        case "submit":
+            name, times, fields = detail
+            deadline = fields.pop("deadline", None)
+            given = {**fields, "deadline_s": None if deadline is None else now_s + deadline}
+            fields["deadline"] = deadline
+            return fleets.submitted(name, times, now_s, **given)
+        case "complete":
+            running = [job for job in state.jobs if job.allocation is not None]
+            if not running:
+                return None
+            job = running[detail % len(running)]
+            return Completed(time_s=now_s, job=job.name, attempt=job.attempt)
+        case "lose":
+            return NodeLost(time_s=now_s, node=names[detail % len(names)])
+        case _:
+            return NodeJoined(time_s=now_s, node=names[detail % len(names)])
+
+
+def check_round(state):
+    fleets.check_allocation(state)
+    report = state.last_round
+    if report is None:
+        return
+    assert report.utility <= report.bound * (1 + 1e-9) + 1e-9
+    _check_promises(state)
+
+
+def _check_promises(state):
+    """A promised job that has devices has no slower a cell than promised, unless nodes were lost."""
+    if state.unavailable:
+        return
+    for job in state.jobs:
+        if job.promised is not None:
+            assert job.allocation is not None
+            assert job.step_s(job.allocation.cell) <= job.step_s(job.promised) * (1 + 1e-9)
+
+
+@given(histories())
+@QUICK
+def test_no_device_is_allocated_twice_and_every_cell_is_accepted_and_placed(history):
+    run_history(*history, check=check_round)
+
+
+@given(histories(), st.sampled_from(["sia", "crius", "gavel", "fcfs", "backfill"]))
+@QUICK
+def test_baselines_allocate_no_device_twice_either(history, policy):
+    def check(state):
+        fleets.check_allocation(
+            State(fleet=fleets.fleet(_sizes(history[0])), jobs=state.jobs, unavailable=state.unavailable)
+        )
+
+    run_history(*history, policy=policy, check=check)
+
+
+def _sizes(machines):
+    """The same nodes without teams, whose limits only `price` and `sia` know."""
+    sizes = {}
+    for size, kind in zip(machines.size_of_node, machines.kind_of_node, strict=True):
+        sizes.setdefault(machines.kinds[kind].name, []).append(size)
+    return sizes
+
+
+@given(histories())
+@QUICK
+def test_the_same_events_give_the_same_actions_also_from_a_state_that_was_stored(history):
+    machines, steps = history
+    _, lines = run_history(machines, steps)
+    _, again = run_history(machines, steps)
+    assert lines == again
+    state, _ = run_history(machines, steps[: len(steps) // 2])
+    stored = from_json(State, json.loads(json.dumps(to_json(state))), "state")
+    tick = Ticked(time_s=state.now_s + 1000.0)
+    assert schedule(stored, tick)[1] == schedule(state, tick)[1]

@@ -1,0 +1,426 @@
+"""The fleet scheduler: what is allocated to whom, and why. Names of requests elsewhere are in parentheses."""
+
+from __future__ import annotations
+
+import json
+import math
+
+import pytest
+
+import fleets
+from spindle.artifact import from_json, to_json
+from spindle.errors import FleetError
+from spindle.fleet import (
+    Cell,
+    Completed,
+    DeviceCount,
+    Draining,
+    Estimate,
+    Estimated,
+    Failed,
+    Injection,
+    LostAttempt,
+    NodeJoined,
+    NodeLost,
+    Plan,
+    Progressed,
+    Resize,
+    Resumed,
+    SchedulerOptions,
+    Start,
+    State,
+    StepTime,
+    Stop,
+    Stopped,
+    Suspended,
+    Team,
+    Trace,
+    TraceJob,
+    measure_fleet,
+    schedule,
+    simulate_fleet,
+)
+from spindle.fleet.deadlines import verdict
+from spindle.fleet.event_log import log_lines, read_event_log, replay
+from spindle.fleet.explain import explain_job, node_worths
+from spindle.fleet.job import Job
+from spindle.fleet.policies import POLICIES
+
+ONE_NODE = fleets.fleet({"big": [4]})
+SCALES = {("big", 1): 4.0, ("big", 2): 2.1, ("big", 4): 1.1}
+
+
+def test_a_job_that_arrives_on_an_idle_fleet_gets_its_fastest_cell():
+    state, _ = fleets.after(fleets.new_state(ONE_NODE), fleets.submitted("a", SCALES))
+    state, actions = fleets.at(0.0, state)
+    (start,) = actions
+    assert isinstance(start, Start)
+    assert (start.job, start.attempt, start.cell.num_devices) == ("a", 1, 4)
+    assert [(share.node, share.num_devices) for share in start.nodes] == [("node0", 4)]
+
+
+def test_a_running_job_shrinks_for_one_that_arrives_and_grows_back_when_it_is_done():
+    """Resizing (ray #12562), growing when devices become free (kueue #9891)."""
+    state, _ = fleets.after(fleets.new_state(ONE_NODE), fleets.submitted("a", SCALES))
+    state, _ = fleets.at(0.0, state)
+    state, _ = fleets.after(state, fleets.submitted("b", SCALES, 1000.0))
+    state, actions = fleets.at(1000.0, state)
+    assert fleets.cells(state) == {"a": "2 x big", "b": "2 x big"}
+    assert [type(action) for action in actions] == [Resize, Start]
+    b = state.find("b")
+    state, _ = fleets.after(state, Completed(time_s=2000.0, job="b", attempt=b.attempt))
+    state, actions = fleets.at(2000.0, state)
+    assert fleets.cells(state) == {"a": "4 x big"}
+    assert isinstance(actions[0], Resize)
+    assert actions[0].attempt == 3
+
+
+def test_a_job_takes_any_of_several_kinds():
+    """Any of several kinds (skypilot #1361)."""
+    machines = fleets.fleet({"big": [4], "small": [4]})
+    times = {("big", 4): 1.0, ("small", 4): 2.0}
+    state, _ = fleets.after(fleets.new_state(machines), fleets.submitted("a", times), fleets.submitted("b", times))
+    state, _ = fleets.at(0.0, state)
+    assert sorted(fleets.cells(state).values()) == ["4 x big", "4 x small"]
+
+
+def test_a_high_priority_wins_and_an_urgent_job_preempts():
+    """Priorities (ray #63790)."""
+    rigid = {("big", 4): 1.0}
+    state, _ = fleets.after(
+        fleets.new_state(ONE_NODE),
+        fleets.submitted("low", rigid, priority="low"),
+        fleets.submitted("high", rigid, priority="high"),
+    )
+    state, _ = fleets.at(0.0, state)
+    assert fleets.cells(state) == {"low": "", "high": "4 x big"}
+    state, _ = fleets.after(state, fleets.submitted("urgent", rigid, 100.0, priority="urgent", num_steps=10_000_000))
+    state, actions = fleets.at(100.0, state)
+    assert fleets.cells(state) == {"low": "", "high": "", "urgent": "4 x big"}
+    assert [type(action) for action in actions] == [Stop, Start]
+
+
+def test_a_drained_node_is_left_before_it_goes():
+    """Using the warning before a preemption (ray #63968)."""
+    machines = fleets.fleet({"big": [4, 4]})
+    state, _ = fleets.after(fleets.new_state(machines), fleets.submitted("a", {("big", 4): 1.0}))
+    state, _ = fleets.at(0.0, state)
+    state, _ = fleets.after(state, Draining(time_s=500.0, node="node0", deadline_s=800.0))
+    state, actions = fleets.at(500.0, state)
+    (resize,) = actions
+    assert isinstance(resize, Resize)
+    assert [share.node for share in resize.nodes] == ["node1"]
+
+
+def test_a_waiting_job_is_told_why_and_what_would_help():
+    """Pending beside free devices without a reason (ray #24259, kueue #1476)."""
+    machines = fleets.fleet({"big": [4], "small": [2]})
+    rigid = {("big", 4): 1.0}
+    state, _ = fleets.after(
+        fleets.new_state(machines), fleets.submitted("a", rigid, priority="high"), fleets.submitted("b", rigid)
+    )
+    state, _ = fleets.at(0.0, state)
+    explanation = explain_job(state, "b")
+    assert explanation.phase == "waiting"
+    assert "serve jobs that gain more per device" in explanation.reason
+    assert any("small" in text for text in explanation.helps)
+    assert any("lease" in text for text in explanation.helps)
+    (cell,) = explanation.cells
+    assert cell.cost >= cell.utility
+    assert cell.rivals == ("a",)
+    assert explain_job(state, "a").cells[0].is_held
+    with pytest.raises(FleetError, match="no job is called 'c'; the fleet has a, b"):
+        explain_job(state, "c")
+
+
+def test_another_node_is_worth_something_only_where_devices_are_short():
+    machines = fleets.fleet({"big": [4], "small": [2]})
+    rigid = {("big", 4): 1.0}
+    state, _ = fleets.after(fleets.new_state(machines), fleets.submitted("a", rigid), fleets.submitted("b", rigid))
+    state, _ = fleets.at(0.0, state)
+    big, small = node_worths(state)
+    assert (big.kind, big.num_devices, small.num_devices) == ("big", 4, 2)
+    assert big.gain > 0
+    assert small.gain == 0
+
+
+def test_a_job_on_a_lost_node_resumes_elsewhere_from_its_checkpoint():
+    machines = fleets.fleet({"big": [4, 2]})
+    state, _ = fleets.after(fleets.new_state(machines), fleets.submitted("a", SCALES))
+    state, _ = fleets.at(0.0, state)
+    lost = NodeLost(time_s=900.0, node="node0", attempts=(LostAttempt(job="a", step=70.0),))
+    state, _ = fleets.after(state, lost)
+    state, actions = fleets.at(900.0, state)
+    (start,) = actions
+    assert isinstance(start, Start)
+    assert (start.attempt, start.cell.num_devices, start.nodes[0].node) == (2, 2, "node1")
+    assert state.find("a").step == 70.0
+    state, _ = fleets.after(state, NodeJoined(time_s=2000.0, node="node0"))
+    state, _ = fleets.at(2000.0, state)
+    assert fleets.cells(state) == {"a": "4 x big"}
+
+
+def test_events_of_an_old_attempt_are_ignored():
+    state, _ = fleets.after(fleets.new_state(ONE_NODE), fleets.submitted("a", SCALES))
+    state, _ = fleets.at(0.0, state)
+    again, actions = schedule(state, Completed(time_s=10.0, job="a", attempt=0))
+    assert actions == ()
+    assert again.jobs == state.jobs
+
+
+def test_a_script_that_fails_at_the_same_step_again_has_failed_others_are_tried_three_times():
+    for by_script, num_tries in ((True, 2), (False, 3)):
+        state, _ = fleets.after(fleets.new_state(ONE_NODE), fleets.submitted("a", SCALES))
+        for attempt in range(1, num_tries + 1):
+            assert state.find("a") is not None
+            state, _ = fleets.at(state.now_s + 300.0, state)
+            failed = Failed(
+                time_s=state.now_s + 10, job="a", attempt=attempt, step=5.0, resume_step=0.0, by_script=by_script,
+                reason="ValueError: no",
+            )  # fmt: skip
+            state, _ = fleets.after(state, failed)
+        assert state.find("a") is None
+        assert (state.ended[0].phase, state.ended[0].reason) == ("failed", "ValueError: no")
+
+
+def test_a_node_that_is_new_is_used_at_the_next_round():
+    state, _ = fleets.after(fleets.new_state(ONE_NODE), fleets.submitted("a", SCALES), fleets.submitted("b", SCALES))
+    state, _ = fleets.at(0.0, state)
+    assert sorted(fleets.cells(state).values()) == ["2 x big", "2 x big"]
+    with pytest.raises(FleetError, match="node 'new' is new to the fleet; its island"):
+        fleets.after(state, NodeJoined(time_s=600.0, node="new"))
+    state, _ = fleets.after(state, NodeJoined(time_s=600.0, node="new", island=ONE_NODE.cluster.islands[0]))
+    state, _ = fleets.at(600.0, state)
+    assert sorted(fleets.cells(state).values()) == ["4 x big", "4 x big"]
+
+
+def test_a_job_whose_workload_changes_is_estimated_anew():
+    state, _ = fleets.after(fleets.new_state(ONE_NODE), fleets.submitted("a", SCALES))
+    state, _ = fleets.at(0.0, state)
+    smaller = (Estimate(cell=Cell(kind="big", num_devices=2), step_s=0.5),)
+    state, _ = fleets.after(state, Estimated(time_s=500.0, job="a", estimates=smaller, replaces=True))
+    state, _ = fleets.after(state, Progressed(time_s=501.0, job="a", attempt=1, step=450))
+    state, _ = fleets.at(501.0, state)
+    assert fleets.cells(state) == {"a": "2 x big"}
+    assert state.find("a").step == 450
+
+
+def test_a_suspended_job_holds_nothing_until_it_is_resumed():
+    state, _ = fleets.after(fleets.new_state(ONE_NODE), fleets.submitted("a", SCALES))
+    state, _ = fleets.at(0.0, state)
+    state, actions = fleets.after(
+        state, Suspended(time_s=50.0, job="a"), Stopped(time_s=51.0, job="a", attempt=1, step=40)
+    )
+    assert actions == [Stop(job="a", attempt=1)]
+    state, _ = fleets.at(400.0, state)
+    assert fleets.cells(state) == {"a": ""}
+    state, _ = fleets.after(state, Resumed(time_s=800.0, job="a"))
+    state, _ = fleets.at(800.0, state)
+    assert fleets.cells(state) == {"a": "4 x big"}
+    assert state.find("a").step == 40
+
+
+def test_a_measured_rate_corrects_other_cells_and_half_of_it_those_of_other_kinds():
+    machines = fleets.fleet({"big": [4], "small": [4]})
+    times = {("big", 2): 2.0, ("big", 4): 1.0, ("small", 4): 3.0}
+    state, _ = fleets.after(fleets.new_state(machines), fleets.submitted("a", times))
+    state, _ = fleets.at(0.0, state)
+    progressed = Progressed(time_s=200.0, job="a", attempt=1, step=100, step_s=2.0)
+    state, _ = schedule(state, progressed)
+    job = state.find("a")
+    assert job.step_s(Cell(kind="big", num_devices=4)) == 2.0
+    assert job.step_s(Cell(kind="big", num_devices=2)) == 4.0
+    assert job.step_s(Cell(kind="small", num_devices=4)) == pytest.approx(3.0 * math.sqrt(2.0))
+    assert state.next_round_s == 200.0  # far off its estimate
+
+
+def test_only_chosen_cells_are_planned_and_a_job_starts_in_a_planned_cell():
+    state, _ = fleets.after(fleets.new_state(ONE_NODE), fleets.submitted("a", SCALES, grade="bound"))
+    state, actions = fleets.at(0.0, state)
+    assert actions == [Plan(job="a", cell=Cell(kind="big", num_devices=4))]
+    assert fleets.cells(state) == {"a": ""}
+    assert fleets.at(31.0, state)[1] == []  # it is being planned
+    planned = Estimate(cell=Cell(kind="big", num_devices=4), step_s=1.5)
+    state, _ = fleets.after(state, Estimated(time_s=40.0, job="a", estimates=(planned,)))
+    state, actions = fleets.at(40.0, state)
+    assert fleets.cells(state) == {"a": "4 x big"}
+    # One that does not fit has no utility: the next best is planned.
+    state, _ = fleets.after(fleets.new_state(ONE_NODE), fleets.submitted("a", SCALES, grade="bound"))
+    state, _ = fleets.at(0.0, state)
+    full = Estimate(cell=Cell(kind="big", num_devices=4), step_s=1.5, fits=False)
+    state, _ = fleets.after(state, Estimated(time_s=40.0, job="a", estimates=(full,)))
+    state, actions = fleets.at(40.0, state)
+    assert actions == [Plan(job="a", cell=Cell(kind="big", num_devices=2))]
+
+
+def test_idle_guarantees_are_lent_and_given_back_when_the_team_needs_them():
+    teams = (Team(name="vision", guaranteed=(DeviceCount(kind="big", num_devices=2),)), Team(name="text"))
+    machines = fleets.fleet({"big": [4]}, teams)
+    state, _ = fleets.after(
+        fleets.new_state(machines), fleets.submitted("borrower", SCALES, team="text", priority="high", num_steps=100)
+    )
+    state, _ = fleets.at(0.0, state)
+    assert fleets.cells(state) == {"borrower": "4 x big"}
+    late = fleets.submitted("owner", SCALES, 30.0, team="vision", priority="low", num_steps=10**9)
+    state, _ = fleets.after(state, late)
+    state, _ = fleets.at(30.0, state)
+    assert fleets.cells(state) == {"borrower": "2 x big", "owner": "2 x big"}
+
+
+def test_a_limit_of_a_team_is_never_exceeded():
+    teams = (Team(name="vision", limits=(DeviceCount(kind="big", num_devices=2),)),)
+    machines = fleets.fleet({"big": [4]}, teams)
+    state, _ = fleets.after(fleets.new_state(machines), fleets.submitted("a", SCALES, team="vision"))
+    state, _ = fleets.at(0.0, state)
+    assert fleets.cells(state) == {"a": "2 x big"}
+
+
+def test_a_promised_deadline_is_kept_against_jobs_that_are_worth_more():
+    promised = fleets.submitted("a", SCALES, deadline_s=30_000.0, num_steps=10_000)
+    state, _ = fleets.after(fleets.new_state(ONE_NODE), promised)
+    assert state.find("a").promised == Cell(kind="big", num_devices=2)  # 21,000 s; one device would take 40,000
+    state, _ = fleets.at(0.0, state)
+    rivals = [fleets.submitted(f"b{number}", SCALES, 10.0, priority="high", num_steps=100) for number in range(4)]
+    state, _ = fleets.after(state, *rivals)
+    state, _ = fleets.at(30.0, state)
+    assert state.find("a").allocation.cell.num_devices >= 2
+    second = fleets.submitted("c", {("big", 4): 1.0}, 60.0, deadline_s=30_000.0, num_steps=20_000)
+    state, _ = fleets.after(state, second)
+    assert state.find("c").promised is None  # not together with what was promised
+    impossible = fleets.submitted("d", SCALES, 90.0, deadline_s=1000.0, num_steps=10_000)
+    state, _ = fleets.after(state, impossible)
+    assert verdict(state, state.find("d"), 90.0).late_s > 0
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"priority": "huge"}, "unknown priority 'huge'; expected one of low, normal, high, urgent"),
+        ({"team": "nobody"}, "unknown team 'nobody'; the fleet has none"),
+        ({"kinds": ("tpu",)}, "unknown kind of device 'tpu'; the fleet has big"),
+        ({"min_devices": 0}, "needs at least 1 device, got a count of 0"),
+        ({"deadline_s": -5.0}, "its deadline lies 5 s in the past"),
+    ],
+)
+def test_a_job_that_makes_no_sense_is_refused(fields, message):
+    with pytest.raises(FleetError, match=message):
+        fleets.after(fleets.new_state(ONE_NODE), fleets.submitted("a", SCALES, **fields))
+
+
+def _trace(num_jobs: int, num_steps: int = 3000, gap_s: float = 600.0) -> Trace:
+    times = tuple(StepTime(kind="big", num_devices=count, step_s=4 / count**0.8) for count in (1, 2, 4))
+    times += tuple(StepTime(kind="small", num_devices=count, step_s=9 / count**0.7) for count in (1, 2))
+    jobs = tuple(
+        TraceJob(
+            job=Job(
+                name=f"job{number}",
+                num_steps=num_steps * (1 + number % 5),
+                requested_kind=("big", "small")[number % 2],
+                requested_devices=2,
+            ),
+            arrival_s=number * gap_s,
+            num_steps=num_steps * (1 + number % 5),
+            times=times,
+        )
+        for number in range(num_jobs)
+    )
+    return Trace(name="test", jobs=jobs)
+
+
+MIXED = fleets.fleet({"big": [4, 4], "small": [2, 2]})
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_every_policy_finishes_every_job_through_errors_and_faults(policy):
+    injection = Injection(
+        seed=1, estimation_error=0.2, length_sigma=0.5, failures_per_hour=0.3, repair_s=1800.0, slow_nodes=0.3
+    )
+    options = SchedulerOptions(policy=policy, realloc_s=60.0)
+    trace = _trace(20)
+    timeline, seen = _observed(trace, options, injection)
+    assert sum(isinstance(event, Completed) for event, _ in seen) == 20
+    assert measure_fleet(timeline).realloc_device_h > 0
+    _check_spans(timeline)
+    # Work is conserved: what was trained, less what faults lost, is as long as the job.
+    for job in trace.jobs:
+        best_s = min(time.step_s for time in job.times)
+        trained_s = sum(
+            (span.end_s - span.ready_s - span.lost_s) * span.rate_share
+            for span in timeline.spans
+            if span.job == job.job.name
+        )
+        assert trained_s == pytest.approx(job.num_steps * best_s)
+
+
+def _check_spans(timeline) -> None:
+    """No node has more devices in use than it has."""
+    sizes = dict(zip(MIXED.node_names, MIXED.size_of_node, strict=True))
+    changes = []
+    for span in timeline.spans:
+        assert span.start_s <= span.ready_s <= span.end_s
+        for share in span.nodes:
+            changes += [
+                (span.end_s, 0, share.node, -share.num_devices),
+                (span.start_s, 1, share.node, share.num_devices),
+            ]
+    used = dict.fromkeys(sizes, 0)
+    for _, _, node, change in sorted(changes):
+        used[node] += change
+        assert used[node] <= sizes[node]
+
+
+def _observed(trace, options, injection):
+    seen = []
+    result = simulate_fleet(trace, MIXED, options, injection, lambda *entry: seen.append(entry))
+    return result.timeline, seen
+
+
+def test_a_simulation_is_the_same_bytes_every_time_and_its_events_replay(tmp_path):
+    options = SchedulerOptions(realloc_s=60.0)
+    injection = Injection(seed=3, estimation_error=0.1, failures_per_hour=0.2)
+    texts = []
+    for _ in range(2):
+        timeline, seen = _observed(_trace(12), options, injection)
+        texts.append((json.dumps(to_json(timeline)), "\n".join(log_lines(MIXED, options, seen))))
+    assert texts[0] == texts[1]
+    path = tmp_path / "events.jsonl"
+    path.write_text(texts[0][1])
+    replayed = replay(read_event_log(path))
+    assert replayed.difference == ""
+    assert replayed.num_actions > 12
+    path.write_text(texts[0][1].replace('"action":"Start"', '"action":"Stop"', 1))
+    assert "event" in replay(read_event_log(path)).difference
+
+
+def test_nobody_starves_with_leases():
+    """Short jobs without end would keep a long one waiting; the simulator checks every wait itself."""
+    times = (StepTime(kind="big", num_devices=4, step_s=1.0),)
+    long = TraceJob(job=Job(name="long", num_steps=500_000), arrival_s=0.0, num_steps=500_000, times=times)
+    short = tuple(
+        TraceJob(
+            job=Job(name=f"s{number}", num_steps=3600), arrival_s=1.0 + 3600.0 * number, num_steps=3600, times=times
+        )
+        for number in range(60)
+    )
+    trace = Trace(name="starving", jobs=(long, *short))
+    waits = {}
+    for leases in (True, False):
+        options = SchedulerOptions(realloc_s=60.0, starvation_s=4 * 3600.0, lease_s=3600.0, leases=leases)
+        timeline = simulate_fleet(trace, ONE_NODE, options).timeline
+        waits[leases] = timeline.jobs[0].longest_wait_s / 3600
+    assert waits[True] < 12
+    assert waits[False] > 20
+
+
+def test_fewer_reallocations_where_they_cost_more():
+    counts = [
+        measure_fleet(simulate_fleet(_trace(15), MIXED, SchedulerOptions(realloc_s=cost_s)).timeline).num_reallocations
+        for cost_s in (0.0, 600.0)
+    ]
+    assert counts[1] < counts[0]
+
+
+def test_a_state_survives_its_json():
+    state, _ = fleets.after(fleets.new_state(ONE_NODE), fleets.submitted("a", SCALES), fleets.submitted("b", SCALES))
+    state, _ = fleets.at(0.0, state)
+    assert from_json(State, json.loads(json.dumps(to_json(state))), "state") == state

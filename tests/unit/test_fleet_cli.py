@@ -1,0 +1,182 @@
+"""`spindle fleet` as a stranger meets it."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from spindle.cli.main import run
+from spindle.fleet import arena_fleet, arena_trace, elasticflow_trace
+from spindle.fleet.public_traces import arena_models
+
+TRACES = Path(__file__).resolve().parents[3] / "shared" / "traces"
+JOBS = [
+    {"name": "a", "time_s": 0, "num_steps": 9000, "times": [["a100", 4, 1.0], ["a100", 8, 0.6], ["l40s", 4, 2.0]]},
+    {"name": "b", "time_s": 9, "num_steps": 9000, "times": [["a100", 8, 0.5], ["l40s", 8, 0.9]]},
+    {"name": "c", "time_s": 9, "num_steps": 900, "requested": ["a100", 1], "times": [["a100", 1, 1.0]]},
+    {"name": "d", "time_s": 30, "num_steps": 90000, "times": [["l40s", 8, 1.0]], "priority": "low"},
+]
+
+
+@pytest.fixture(autouse=True)
+def _plain_terminal(monkeypatch):
+    monkeypatch.setenv("COLUMNS", "120")
+    monkeypatch.setenv("NO_COLOR", "1")
+
+
+@pytest.fixture
+def trace(tmp_path) -> str:
+    path = tmp_path / "jobs.jsonl"
+    path.write_text("".join(json.dumps(job) + "\n" for job in JOBS))
+    return str(path)
+
+
+def test_a_trace_is_simulated_recorded_replayed_and_explained(trace, tmp_path, capsys):
+    events, timeline = str(tmp_path / "events.jsonl"), str(tmp_path / "timeline.json")
+    fleet = ["--fleet", "a100x8,l40sx8"]
+    assert run(["fleet", "simulate", trace, *fleet, "--events", events, "-o", timeline, "--json"]) == 0
+    measures = json.loads(capsys.readouterr().out)
+    assert measures["num_jobs"] == 4
+    assert measures["jct_mean_s"] > 0
+    assert json.loads(Path(timeline).read_text())["spindle"] == "fleet-timeline"
+    assert run(["fleet", "replay", events]) == 0
+    assert capsys.readouterr().out.startswith("the same: ")
+    assert run(["fleet", "explain", events, "d", "--at", "100"]) == 0
+    text = capsys.readouterr().out
+    assert text.startswith("d is waiting: ")
+    assert "What would help:" in text
+    assert "a lease" in text
+    assert run(["fleet", "nodes", events, "--at", "100", "--json"]) == 0
+    kinds = json.loads(capsys.readouterr().out)["kinds"]
+    assert [kind["kind"] for kind in kinds] == ["A100-80GB", "L40S"]
+    Path(events).write_text(Path(events).read_text().replace('"num_devices":8', '"num_devices":4'))
+    assert run(["fleet", "replay", events]) == 1
+
+
+def test_all_policies_are_compared_in_one_table(trace, capsys):
+    assert run(["fleet", "compare", trace, "--fleet", "a100x8,l40sx8", "--error", "0.1"]) == 0
+    text = capsys.readouterr().out
+    for name in ("price", "sia", "crius", "gavel", "backfill", "fcfs", "JCT mean, h", "longest wait, h"):
+        assert name in text
+
+
+def test_a_job_is_estimated_on_every_kind_and_count(capsys):
+    arguments = ["fleet", "estimate", "clip-4", "--fleet", "a100x8,h100x8", "--json"]
+    assert run([*arguments, "--count", "2-8"]) == 0
+    estimates = json.loads(capsys.readouterr().out)["estimates"]
+    cells = [(item["cell"]["kind"], item["cell"]["num_devices"]) for item in estimates]
+    assert cells == [(kind, count) for kind in ("A100-80GB", "H100-SXM") for count in (2, 3, 4, 6, 8)]
+    assert all(item["grade"] == "bound" for item in estimates)
+    assert run([*arguments, "--count", "8", "--kinds", "h100", "--planned"]) == 0
+    (planned,) = json.loads(capsys.readouterr().out)["estimates"]
+    assert planned["step_s"] >= estimates[-1]["step_s"]
+    assert planned["memory_bytes"] > 0
+
+
+FLEET = """
+[[islands]]
+kind = "a100"
+num_devices = 4
+link = {bytes_per_s = 1e9}
+uplink = {bytes_per_s = 1e9}
+[[teams]]
+name = "vision"
+"""
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ({"name": "a", "num_steps": 5, "times": [["a100", 4, 1.0]]}, "line 1: the column 'time_s' is missing"),
+        ({"name": "a", "time_s": -1, "num_steps": 5, "times": [["a100", 4, 1.0]]}, "must not be negative, got -1"),
+        ({"name": "a", "time_s": 0, "num_steps": 5}, "the column 'times' .* or 'model' is missing"),
+        ({"name": "a", "time_s": 0, "num_steps": 5, "model": "gpt"}, "unknown model 'gpt'; known: none"),
+        ({"name": "a", "time_s": 0, "num_steps": 0, "times": [["a100", 4, 1.0]]}, "num_steps must be at least 1"),
+        ({"name": "a", "time_s": 0, "num_steps": 5, "times": [["a100", 0, 1.0]]}, "at least 1 device"),
+        ({"name": "a", "time_s": 0, "num_steps": 5, "times": [["tpu", 4, 1.0]]}, "has times for tpu, the fleet has"),
+        ({"name": "a", "time_s": 0, "num_steps": 5, "times": [["a100", 4, 1.0]], "team": "x"}, "unknown team 'x'"),
+        ({"name": "a", "time_s": 0, "num_steps": 5, "times": [["a100", 4, 1.0]], "color": 1}, "unknown column 'color'"),
+        ("[1", "line 1: not JSON"),
+        ("", "has no jobs"),
+    ],
+)
+def test_a_bad_trace_is_refused_in_one_line(line, message, tmp_path, capsys):
+    path = tmp_path / "jobs.jsonl"
+    path.write_text(line if isinstance(line, str) else json.dumps(line))
+    _refused(["fleet", "simulate", str(path), "--fleet", "a100x8"], message, capsys)
+
+
+def test_a_trace_out_of_order_is_refused(tmp_path, capsys):
+    path = tmp_path / "jobs.jsonl"
+    path.write_text("".join(json.dumps(job) + "\n" for job in reversed(JOBS)))
+    _refused(["fleet", "simulate", str(path), "--fleet", "a100x8,l40sx8"], "times must not decrease", capsys)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("", "a fleet needs at least one node"),
+        ("islands = []", "a fleet needs at least one node"),
+        (FLEET.replace('kind = "a100"\n', ""), r"islands\[0\].kind: unknown kind None"),
+        (FLEET + "guaranteed = {h100 = 4}", "unknown kind of device 'h100'; the fleet has A100-80GB"),
+        (FLEET + "guaranteed = {a100 = 8}", "guaranteed 8 devices of 'A100-80GB', the fleet has 4"),
+        (FLEET + "quota = 3", r"teams\[0\]: unknown key 'quota'"),
+    ],
+)
+def test_a_bad_fleet_is_refused_in_one_line(text, message, trace, tmp_path, capsys):
+    path = tmp_path / "fleet.toml"
+    path.write_text(text)
+    _refused(["fleet", "simulate", trace, "--fleet", str(path)], message, capsys)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["simulate", "TRACE", "--fleet", "a100x8", "--policy", "best"], "no policy is called 'best'; there are price"),
+        (["simulate", "TRACE", "--fleet", "a100x8,l40sx8", "--objective", "fun"], "unknown objective 'fun'"),
+        (["simulate", "none.jsonl", "--fleet", "a100x8"], "none.jsonl: no such file"),
+        (["estimate", "clip-4", "--fleet", "a100x8", "--count", "0"], "needs at least 1 device, got a count of 0"),
+        (["estimate", "clip-4", "--fleet", "a100x8", "--kinds", "tpu"], "unknown kind of device 'tpu'"),
+        (["estimate", "clop", "--fleet", "a100x8"], "expected a training script"),
+        (["replay", "TRACE"], "expected a Spindle fleet-events"),
+    ],
+)  # fmt: skip
+def test_bad_arguments_are_refused_in_one_line(arguments, message, trace, capsys):
+    _refused(["fleet", *(trace if word == "TRACE" else word for word in arguments)], message, capsys)
+
+
+def _refused(arguments, message, capsys):
+    capsys.readouterr()
+    assert run(arguments) == 2
+    output = capsys.readouterr()
+    assert output.out == ""
+    assert output.err.startswith("error: ")
+    assert output.err.count("\n") == 1
+    with pytest.raises(AssertionError, match=message):  # a readable difference where it does not match
+        raise AssertionError(output.err)
+
+
+@pytest.mark.skipif(not TRACES.is_dir(), reason="the public traces are not in ../shared/traces beside the checkout")
+def test_public_traces_are_read_with_what_was_drawn_said():
+    trace = arena_trace(TRACES / "arena")
+    assert (len(trace.jobs), trace.num_excluded) == (1867, 71)
+    models = arena_models(TRACES / "arena")
+    assert sum(bool(times) for times in models.values()) == 39
+    drawn = elasticflow_trace(TRACES / "elasticflow" / "cluster03.csv", TRACES / "arena", 256, 0.9, seed=1)
+    assert "drawn from seed 1" in drawn.notes[0]
+    load = sum(
+        job.num_steps * job.job.requested_devices * _requested_s(job) for job in drawn.jobs
+    ) / (256 * drawn.jobs[-1].arrival_s)  # fmt: skip
+    assert load == pytest.approx(0.9, rel=0.01)
+    assert arena_fleet().cluster.num_devices == 1280
+
+
+def _requested_s(job):
+    (step_s,) = [
+        time.step_s
+        for time in job.times
+        if (time.kind, time.num_devices) == (job.job.requested_kind, job.job.requested_devices)
+    ]
+    return step_s
