@@ -61,7 +61,8 @@ class LengthCost:
         square, linear, constant = (
             np.asarray(column, dtype=np.int64)[piece] for column in (self.square, self.linear, self.constant)
         )
-        if p.size and float(p.max()) ** 2 * max(1, int(square.max())) > 2.0**62:
+        largest = np.abs((square.astype(np.float64) * p + linear) * p) + np.abs(linear.astype(np.float64) * p)
+        if p.size and largest.max() > 2.0**62:
             raise InputError(f"an item of {int(p.max()):,} rows is far beyond the lengths that were measured; split it")
         return np.asarray(np.maximum(1, ((square * p + linear) * p + constant) >> _FRACTION_BITS), dtype=np.int64)
 
@@ -101,6 +102,8 @@ def cost_through(points: Sequence[tuple[int, int]]) -> LengthCost:
         square = max(0, min(*bends, steepest)) if bends else 0
         linear = slope - square * (p0 + p1)
         pieces.append((p0, square, linear, t0 * one - (square * p0 + linear) * p0))
+    if max(abs(number) for piece in pieces for number in piece) >= 2**62:
+        raise InputError("measured times rise too steeply between neighbouring lengths; measure them again")
     starts, square_of, linear_of, constant_of = zip(*pieces, strict=True)
     return LengthCost(starts=starts, square=square_of, linear=linear_of, constant=constant_of)
 
