@@ -14,7 +14,7 @@ from spindle.fleet.state import JobState, State
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Verdict:
-    """`cell` is the one that meets the deadline, None if none does; then it is missed by at least `late_s`."""
+    """`cell` is the one that meets the deadline, None if none does; then it is missed by about `late_s`."""
 
     cell: Cell | None
     late_s: float = 0.0
@@ -29,7 +29,7 @@ def verdict(state: State, job: JobState, now_s: float) -> Verdict:
     others = [other for other in state.jobs if other.promised is not None and other.name != job.name]
     promised = [other.promised for other in others if other.promised is not None]
     of_team = [other.promised for other in others if other.promised is not None and other.job.team == job.job.team]
-    left = num_steps - job.step
+    left = num_steps - job.step_at(now_s)
     sufficient: list[tuple[float, float, Cell]] = []
     earliest_s = float("inf")
     for estimate in job.estimates:

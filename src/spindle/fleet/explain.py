@@ -98,7 +98,7 @@ def _deadline(state: State, job: JobState) -> str:
         return f"; its deadline will be met in {job.promised.text}, which it gets at least"
     late_s = verdict(state, job, state.now_s).late_s
     if 0 < late_s < math.inf:
-        return f"; its deadline will be missed by {_hours(late_s)} or more (best effort)"
+        return f"; its deadline will be missed by about {_hours(late_s)} (best effort)"
     return "; its deadline is not promised (best effort)"
 
 
