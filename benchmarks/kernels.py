@@ -42,7 +42,8 @@ from spindle.profile import (
     Operator,
     Pass,
 )
-from spindle.recipes import MODELS, Chain, Lengths
+from spindle.recipes import Chain, Lengths
+from spindle.recipes.multimodal import MODELS
 
 _DEVICE = torch.device("cuda")
 _GROUPS = 3

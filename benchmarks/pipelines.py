@@ -52,7 +52,8 @@ from spindle.planners.pipeline.segments import Column, Segments
 from spindle.planners.pipeline.stages import NS, Batch, batches_of
 from spindle.profile import Profile
 from spindle.program import lower
-from spindle.recipes import MODELS, batch_profile, batches, emulator, model_flops, sub_microbatch_sizes
+from spindle.recipes import batch_profile, batches, emulator, model_flops, sub_microbatch_sizes
+from spindle.recipes.multimodal import MODELS
 from spindle.simulate import simulate
 from spindle.timeline import measure
 from spindle.workload import Microbatch
@@ -116,7 +117,8 @@ class Pipelined:
 
 def model_cells(name: str) -> dict[str, Any]:
     """All planners on some batches of a model."""
-    pipelined, planners = Pipelined(name), planners_of(is_pipeline=True)
+    pipelined = Pipelined(name)
+    planners = [planner for planner in planners_of(is_pipeline=True) if not PLANNERS[planner].takes_parts]
     cells: dict[str, list[dict[str, Any]]] = {planner: [] for planner in planners}
     refusals: dict[str, str] = {}
     for microbatches in pipelined.batches():

@@ -17,7 +17,8 @@ from collections import Counter
 from common import markdown, publish
 from spindle.errors import DoesNotFitError
 from spindle.planners import PLANNERS, PlanOptions, make_plan, planners_of
-from spindle.recipes import MODELS, BatchOptions, step_of
+from spindle.recipes import BatchOptions, step_of
+from spindle.recipes.multimodal import MODELS
 
 PLANNED, REFUSED, FAILED = "planned", "refused", "failed"
 

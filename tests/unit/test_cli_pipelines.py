@@ -9,9 +9,10 @@ from io import StringIO
 import pytest
 
 from spindle.cli.compare import pipelines_estimate_s
-from spindle.cli.inputs import load_step
+from spindle.cli.inputs import load_profile, load_step
 from spindle.cli.main import run
 from spindle.cli.terminal import note_duration
+from spindle.errors import InputError
 from spindle.recipes import MODELS
 
 QUICK = ("--microbatches", "2", "--evaluations", "5")
@@ -60,10 +61,9 @@ def test_recipes_list_the_multimodal_models(capsys):
     assert listed[0]["weights"] == MODELS["vlm-s"].num_parameters
 
 
-def test_a_verb_that_does_not_take_a_model_says_which_do(capsys):
-    said = refusal(capsys, "explain", "t2v-s", "p")
-    assert "t2v-s is a multimodal model" in said
-    assert "the verbs plan, compare, bound and simulate take it" in said
+def test_a_profile_of_a_model_without_a_batch_is_refused():
+    with pytest.raises(InputError, match=r"t2v-s is a multimodal model, planned batch by batch"):
+        load_profile("t2v-s", None, None)
 
 
 def test_one_bound_for_a_batch_whatever_the_planner(capsys, compared):
@@ -129,13 +129,13 @@ def test_a_model_has_no_workload_to_write(capsys):
 @pytest.mark.parametrize(
     ("given", "planner", "message"),
     [
-        (("vlm-s",), "paper", "planner 'paper' plans no pipelines; for vlm-s there are pipeline, optimus"),
+        (("vlm-s",), "paper", "planner 'paper' plans no pipelines; for vlm-s there are pipeline, colocate"),
         (
             ("clip-4", "--cluster", "a800x8"),
             "vpp",
             "planner 'vpp' plans pipelines only; for clip-4 there are wavefront",
         ),
-        (("vlm-s",), "gpipe", "no planner is called 'gpipe'; there are pipeline, optimus"),
+        (("vlm-s",), "gpipe", "no planner is called 'gpipe'; there are pipeline, colocate"),
     ],
 )
 def test_pipelines_have_planners_of_their_own(capsys, given, planner, message):

@@ -23,7 +23,7 @@ from spindle.recipes import MODELS, BatchOptions, step_of
 from sweeps import chosen
 from test_pipeline_plans import batch, cluster
 
-PIPELINES = planners_of(is_pipeline=True)
+PIPELINES = tuple(planner for planner in planners_of(is_pipeline=True) if not PLANNERS[planner].takes_parts)
 
 
 def profile_of(tasks, num_layers, num_devices=2, frozen=()):

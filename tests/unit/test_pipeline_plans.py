@@ -26,7 +26,6 @@ from spindle.planners import (
     make_plan,
     pipeline_bound_s,
     pipeline_layout,
-    planners_of,
     search_pipeline,
 )
 from spindle.planners.pipeline.baselines import BASELINES, plan_in_order
@@ -173,7 +172,7 @@ def finished(plan, profile):
     return timeline
 
 
-@pytest.mark.parametrize("planner", planners_of(is_pipeline=True)[1:])
+@pytest.mark.parametrize("planner", BASELINES)
 def test_every_baseline_has_a_legal_plan(planner):
     profile = batch((24, 7, 0, 30, 12), num_devices=2, most=48, vision_layers=4, language_layers=6)
     plan = make_plan(profile, planner, PlanOptions(pipeline_ranks=2))
@@ -286,7 +285,7 @@ def test_ours_is_faster_than_what_others_do_on_the_papers_models(name):
     bound_s = pipeline_bound_s(profiles, step.pipeline_ranks)
     chosen, layout = choose_layout(profiles, step.pipeline_ranks)
     options = PlanOptions(evaluations=30, pipeline_ranks=step.pipeline_ranks, bound_s=bound_s)
-    for planner in planners_of(is_pipeline=True):
+    for planner in ("pipeline", *BASELINES):
         is_ours = PLANNERS[planner].splits_microbatches
         profile = chosen if is_ours else step.whole
         try:

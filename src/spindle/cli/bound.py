@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from spindle.cli.options import AsJson, Assumptions, BatchSeed, ClusterName, Devices, Input, Microbatches, Samples
+from spindle.cli.options import AsJson, Assumptions, BatchSeed, ClusterName, Devices, Input, Microbatches, Mix, Samples
 
 
 def bound(
@@ -12,6 +12,7 @@ def bound(
     microbatches: Microbatches = None,
     batch_seed: BatchSeed = None,
     samples: Samples = None,
+    mix: Mix = None,
     assumptions: Assumptions = False,
     as_json: AsJson = False,
 ) -> None:
@@ -19,7 +20,8 @@ def bound(
 
     The LP bound is for the whole graph and every plan that runs each layer over its whole batch at once; the paper's C*
     goes level by level. Both are in folded time: forward and backward together, without transfers. A batch of a
-    multimodal model has one bound for all pipelines: every size of sub-microbatches, layout and order. Examples:
+    multimodal model has one bound for all pipelines: every size of sub-microbatches, layout, placement of encoders and
+    order. Examples:
 
     spindle bound graph.json --devices 16
 
@@ -34,12 +36,13 @@ def bound(
     from spindle.recipes import BatchOptions
     from spindle.report import bound_facts, bound_report, limit_sentences, pipeline_bound_facts
 
-    batch = BatchOptions(num_microbatches=microbatches, seed=batch_seed, samples=samples)
+    batch = BatchOptions(num_microbatches=microbatches, seed=batch_seed, samples=samples, mix=mix)
     step = load_step(given, devices, cluster, batch)
     if step.pipeline_ranks is not None:
-        bounds = [pipeline_bound(profile, step.pipeline_ranks) for profile in step.split_profiles()]
+        profiles = [*step.split_profiles(), *step.part_profiles()]
+        bounds = [pipeline_bound(profile, step.pipeline_ranks) for profile in profiles]
         least = min(bounds, key=lambda bound: bound.bound_s)
-        sizes = step.sizes[bounds.index(least)]
+        sizes = dict(enumerate(step.sizes)).get(bounds.index(least), {})
         whole = step.whole
         if as_json:
             named = {"workload": whole.graph.name, "cluster": whole.cluster.name, "sub_microbatches": dict(sizes)}

@@ -18,6 +18,7 @@ from spindle.cli.options import (
     Evaluations,
     Input,
     Microbatches,
+    Mix,
     Samples,
     Seed,
     TimeLimit,
@@ -99,6 +100,7 @@ def compare(
     microbatches: Microbatches = None,
     batch_seed: BatchSeed = None,
     samples: Samples = None,
+    mix: Mix = None,
     assumptions: Assumptions = False,
     as_json: AsJson = False,
 ) -> None:
@@ -138,7 +140,7 @@ def compare(
     from spindle.simulate import simulate
 
     refuse_outputs(output, figure, inputs=(given, cluster, samples))
-    batch = BatchOptions(num_microbatches=microbatches, seed=batch_seed, samples=samples)
+    batch = BatchOptions(num_microbatches=microbatches, seed=batch_seed, samples=samples, mix=mix)
     step = load_step(given, devices, cluster, batch)
     options = PlanOptions(
         seed=seed, evaluations=evaluations, time_limit_s=time_limit, pipeline_ranks=step.pipeline_ranks

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from spindle.cli.options import AsJson, ClusterName, Devices, Input, PlanFile
+from spindle.cli.options import AsJson, ClusterName, Devices, Input, Microbatches, Mix, PlanFile
+
+if TYPE_CHECKING:
+    from spindle.recipes import BatchOptions
 
 
 def explain(
@@ -18,13 +22,15 @@ def explain(
         str | None,
         typer.Option("--op", metavar="NAME", help="Only this op, or the ops of this module.", show_default=False),
     ] = None,
+    microbatches: Microbatches = None,
+    mix: Mix = None,
     as_json: AsJson = False,
 ) -> None:
     """Explain a plan: why each op got its devices.
 
     For each op: its curve around the chosen numbers of devices, the bound's allocation, what ran at the same time,
-    where its inputs came from, and which ops share its weights. The machines are those of the plan by default.
-    Examples:
+    where its inputs came from, and which ops share its weights. The machines are those of the plan by default. Of a
+    multimodal model: how level its modules are, and what other placements of its encoders would take. Examples:
 
     spindle explain graph.json plan.json --op vision
 
@@ -36,9 +42,14 @@ def explain(
     from spindle.artifact import to_json
     from spindle.cli.inputs import load_plan, load_profile, machines_of_plan
     from spindle.cli.terminal import show, show_json
+    from spindle.recipes import MODELS, BatchOptions
     from spindle.report import explain as explain_plan
     from spindle.report import headline, sentences
 
+    if given in MODELS:
+        batch = BatchOptions(num_microbatches=microbatches, mix=mix)
+        _explain_pipeline(given, plan_file, devices, cluster, batch, as_json)
+        return
     profile = load_profile(given, *machines_of_plan(plan_file, given, devices, cluster))
     made = load_plan(plan_file, profile)
     explanations = explain_plan(made, profile, op)
@@ -56,3 +67,31 @@ def explain(
             Text(headline(explanation), style="bold"),
             *(Padding(Text(line), (0, 0, 0, 2)) for line in sentences(explanation)),
         )
+
+
+def _explain_pipeline(
+    given: str, plan_file: Path, devices: int | None, cluster: str | None, batch: BatchOptions, as_json: bool
+) -> None:
+    """How level the modules of a pipeline are, and what other placements of its encoders would take."""
+    from spindle.artifact import to_json
+    from spindle.cli.inputs import load_plan, load_step, profile_of_plan
+    from spindle.cli.terminal import show, show_json
+    from spindle.planners import compare_placements
+    from spindle.report import module_load_lines, module_loads, placement_lines
+
+    step = load_step(given, devices, cluster, batch)
+    assert step.pipeline_ranks is not None
+    profile = profile_of_plan(plan_file, step)
+    plan = load_plan(plan_file, profile, given)
+    loads = module_loads(plan, profile)
+    in_parts = step.part_profiles()
+    compared = compare_placements(in_parts, step.pipeline_ranks) if in_parts else []
+    if as_json:
+        placements = [{"placement": text, "schedule_s": time_s} for text, time_s, _ in compared]
+        show_json({"planner": plan.planner, "modules": [to_json(load) for load in loads], "placements": placements})
+        return
+    chosen = next((text for text, _, _ in compared if plan.settings.startswith(text)), "")
+    show(*module_load_lines(loads), "")
+    if compared:
+        show("Schedules with encoders elsewhere, parts one microbatch ahead, without transfers:")
+        show(*placement_lines(compared, chosen))

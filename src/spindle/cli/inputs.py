@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from dataclasses import replace
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,15 @@ from spindle.display import count_of
 from spindle.errors import InputError, PlanError, ProfileError, SpindleError
 from spindle.graph import metagraph_of
 from spindle.plan import Plan, check, read_plan, spans
-from spindle.planners import PLANNERS, Planner, PlanOptions, choose_layout, pipeline_bound_s, planners_of
+from spindle.planners import (
+    PLANNERS,
+    Planner,
+    PlanOptions,
+    choose_colocation,
+    choose_layout,
+    pipeline_bound_s,
+    planners_of,
+)
 from spindle.profile import Profile, Roofline, abstract_profile, roofline_profile
 from spindle.recipes import MODELS, RECIPES, BatchOptions, Step, step_of
 from spindle.workload import Workload
@@ -38,7 +47,12 @@ def load_step(
         has_cluster = num_devices is not None or cluster_name is not None
         cluster = _real_cluster(given, num_devices, cluster_name) if has_cluster else model.cluster
         return step_of(model, cluster, batch)
-    options = {"--microbatches": batch.num_microbatches, "--batch-seed": batch.seed, "--samples": batch.samples}
+    options = {
+        "--microbatches": batch.num_microbatches,
+        "--batch-seed": batch.seed,
+        "--samples": batch.samples,
+        "--mix": batch.mix,
+    }
     for option, value in options.items():
         if value is not None:
             raise InputError(f"{option} is for multimodal models ({', '.join(MODELS)}); leave it out for {given}")
@@ -135,8 +149,11 @@ def planner_input(step: Step, planner: Planner, options: PlanOptions) -> tuple[P
     planner splits them, the profile and the layout that are best for this batch."""
     if step.pipeline_ranks is None:
         return step.whole, options
-    profiles = step.split_profiles()
-    options = replace(options, bound_s=pipeline_bound_s(profiles, step.pipeline_ranks))
+    profiles, in_parts = step.split_profiles(), step.part_profiles()
+    options = replace(options, bound_s=pipeline_bound_s([*profiles, *in_parts], step.pipeline_ranks))
+    if planner.takes_parts:
+        profile, layout = choose_colocation(planner.name, in_parts, profiles, step.pipeline_ranks)
+        return profile, replace(options, layouts=(layout,))
     if not planner.splits_microbatches:
         return step.whole, options
     profile, layout = choose_layout(profiles, step.pipeline_ranks)
@@ -155,7 +172,7 @@ def with_sizes(plan: Plan, step: Step, profile: Profile) -> Plan:
 def profile_of_plan(path: Path, step: Step) -> Profile:
     """The profile of a step that a plan file was made for; by default the one with whole microbatches."""
     fingerprint = read_json_file(path).get("fingerprint")
-    profiles = (step.profile(sizes) for sizes in step.sizes)
+    profiles = chain((step.profile(sizes) for sizes in step.sizes), step.part_profiles())
     return next((profile for profile in profiles if profile.graph.fingerprint == fingerprint), step.whole)
 
 

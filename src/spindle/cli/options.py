@@ -75,6 +75,15 @@ BatchSeed = Annotated[
         show_default=False,
     ),
 ]
+Mix = Annotated[
+    str | None,
+    typer.Option(
+        "--mix",
+        metavar="IMAGES:TEXT",
+        help="Of omni recipes: tokens of images to tokens of text, 5:5 unless given.",
+        show_default=False,
+    ),
+]
 Samples = Annotated[
     Path | None,
     typer.Option(

@@ -16,6 +16,7 @@ from spindle.cli.options import (
     Evaluations,
     Input,
     Microbatches,
+    Mix,
     Samples,
     Seed,
     TimeLimit,
@@ -46,6 +47,7 @@ def plan(
     microbatches: Microbatches = None,
     batch_seed: BatchSeed = None,
     samples: Samples = None,
+    mix: Mix = None,
     show_search: Annotated[
         bool,
         typer.Option("--show-search", metavar="", help="Show how the search of planner pipeline improved the plan."),
@@ -80,7 +82,7 @@ def plan(
     from spindle.timeline import measure
 
     refuse_outputs(output, inputs=(given, cluster, samples))
-    batch = BatchOptions(num_microbatches=microbatches, seed=batch_seed, samples=samples)
+    batch = BatchOptions(num_microbatches=microbatches, seed=batch_seed, samples=samples, mix=mix)
     step = load_step(given, devices, cluster, batch)
     name = planner or planners_of(step.is_pipeline)[0]
     refuse_planner(name, given, step)

@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from spindle.cli.options import AsJson, BatchSeed, ClusterName, Devices, Input, Microbatches, PlanFile, Samples
+from spindle.cli.options import AsJson, BatchSeed, ClusterName, Devices, Input, Microbatches, Mix, PlanFile, Samples
 
 
 def simulate(
@@ -27,6 +27,7 @@ def simulate(
     microbatches: Microbatches = None,
     batch_seed: BatchSeed = None,
     samples: Samples = None,
+    mix: Mix = None,
     as_json: AsJson = False,
 ) -> None:
     """Simulate one step of a plan: forward, backward, transfers, gradient reduction, optimizer.
@@ -51,7 +52,7 @@ def simulate(
     from spindle.timeline import measure
 
     refuse_outputs(trace, inputs=(given, plan_file, cluster, samples))
-    batch = BatchOptions(num_microbatches=microbatches, seed=batch_seed, samples=samples)
+    batch = BatchOptions(num_microbatches=microbatches, seed=batch_seed, samples=samples, mix=mix)
     step = load_step(given, *machines_of_plan(plan_file, given, devices, cluster), batch)
     profile = profile_of_plan(plan_file, step)
     made = load_plan(plan_file, profile, given)

@@ -21,6 +21,10 @@ class MetaOp:
     An op of an abstract graph has no module, no cost and no parameters: only its curve is known. `microbatch` is for
     graphs of a step whose batch is cut into several. `parameters` holds, for each layer, the positions of its
     parameters in the graph's list.
+
+    A *part* is some items (images, clips) of one item call of a microbatch, as a call of its own: `vision.2` of task
+    `m03`. `items` are their numbers among all items of that call, from 0; parts of a call have each item once between
+    them. Empty for ops that are not parts.
     """
 
     name: str
@@ -33,8 +37,11 @@ class MetaOp:
     first_layer: int = 0  # in its module's chain
     cost: LayerCost | None = None
     parameters: tuple[tuple[int, ...], ...] = ()
+    items: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
+        if len(set(self.items)) < len(self.items):
+            raise WorkloadError(f"op {self.name!r}: a part has each of its items once, got {list(self.items)[:12]}")
         if self.num_layers < 1:
             raise WorkloadError(f"op {self.name!r}: needs at least one layer, got layers={self.num_layers}")
         if self.batch_size is not None and self.batch_size < 1:

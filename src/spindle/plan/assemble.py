@@ -28,6 +28,7 @@ class Piece:
     weight_lane: int | None = None
     recomputed: int = 0
     offloaded: int = 0
+    sequence_degree: int = 1
 
 
 def assemble(profile: Profile, setting: Setting, planner: str, pieces: Iterable[Piece], seed: int = 0) -> Plan:
@@ -57,6 +58,7 @@ def assemble(profile: Profile, setting: Setting, planner: str, pieces: Iterable[
             and slots[before].lane == piece.lane
             and slots[before].weight_lane == piece.weight_lane
             and slots[before].round == piece.round
+            and slots[before].sequence_degree == piece.sequence_degree
             and piece.not_before_s <= op_end[piece.op]
             and piece.wave in (None, slots[before].wave)
             and all(lane_slot[lane] == before for lane in lanes)
@@ -125,6 +127,7 @@ def _slot(piece: Piece, graph: MetaGraph, first: int, not_before_s: float = 0.0)
         recomputed=piece.recomputed,
         offloaded=piece.offloaded,
         not_before_s=not_before_s,
+        sequence_degree=piece.sequence_degree,
     )
 
 
@@ -197,6 +200,7 @@ def relaxed(plan: Plan, profile: Profile, setting: Setting) -> Plan:
             round=slot.round,
             lane=slot.lane,
             weight_lane=slot.weight_lane,
+            sequence_degree=slot.sequence_degree,
         )
         for slot in plan.slots
     ]

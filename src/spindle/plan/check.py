@@ -102,6 +102,17 @@ def _allocations(plan: Plan, profile: Profile) -> None:
             if any(shard_of[device] % degree != place for place, device in enumerate(group)):
                 # A device always holds the same shard of a module.
                 raise _refuse(plan, slot, f"the tensor group {list(group)} of {slot.op} is not aligned")
+        size = degree * slot.sequence_degree
+        if slot.sequence_degree < 1 or len(slot.devices) % size:
+            raise _refuse(
+                plan,
+                slot,
+                f"{slot.op} is on {len(slot.devices)} devices, expected whole sequence groups of {size}",
+            )
+        for start in range(0, len(slot.devices) if slot.sequence_degree > 1 else 0, size):
+            group = slot.devices[start : start + size]
+            if len({island_of[device] for device in group}) > 1:
+                raise _refuse(plan, slot, f"the sequence group {list(group)} of {slot.op} spans two islands")
 
 
 def _memory(plan: Plan, profile: Profile) -> None:

@@ -24,8 +24,10 @@ class Slot:
     `microbatch` is that of the op; slots on different lanes (compute streams) of a device run at the same time. With a
     `weight_lane`, weight gradients run on that lane, chunk by chunk behind the input gradients. The
     first `recomputed` layers run again in backward instead of keeping activations; those of the next `offloaded` wait
-    on the host. `not_before_s` is a start in folded time later than data and devices ask for: the barriers of planner
-    `paper`, for which no rank waits.
+    on the host. With a `sequence_degree` s, every s neighbouring groups share their rows by tokens: each has a slice of
+    the tokens of every row, and all weights; unlike a tensor degree it may differ from slot to slot. `not_before_s` is
+    a start in folded time later than data and devices ask for: the barriers of planner `paper`, for which no rank
+    waits.
     """
 
     op: str
@@ -40,6 +42,7 @@ class Slot:
     recomputed: int = 0
     offloaded: int = 0
     not_before_s: float = 0.0
+    sequence_degree: int = 1
 
     @property
     def num_layers(self) -> int:

@@ -4,11 +4,12 @@
     head*1@0-3
     > F0 F1 B1 B0
 
-Devices stand in share order (`4-7,0-3` is not `0-7`). Behind a slot, `|1` is its lane, and `|1w2` also that of its
-weight gradients; `r3` and `o2` how many layers are recomputed and offloaded; `~1` its round; `^0.25` a start in folded
-time that is later than its data and devices ask for. A line of `>` has the order of the passes, where backward does not
-mirror forward: forward, backward, or the gradients of inputs (I) and weights (W), of slots by number. Lines of `# key
-value` in front carry what slots do not. Names are written as they are, with blanks as `%20`, a `>` in front as `%3E`.
+Devices stand in share order (`4-7,0-3` is not `0-7`). Behind a slot, `s4` is its sequence degree; `|1` its lane, and
+`|1w2` also that of its weight gradients; `r3` and `o2` how many layers are recomputed and offloaded; `~1` its round;
+`^0.25` a start in folded time that is later than its data and devices ask for. A line of `>` has the order of the
+passes, where backward does not mirror forward: forward, backward, or the gradients of inputs (I) and weights (W), of
+slots by number. Lines of `# key value` in front carry what slots do not. Names are written as they are, with blanks as
+`%20`, a `>` in front as `%3E`.
 """
 
 from __future__ import annotations
@@ -25,7 +26,8 @@ from spindle.profile import Profile, Setting
 
 _SLOT = re.compile(
     r"(?P<op>\S+)\*(?P<layers>\d+)@(?P<devices>\d+(-\d+)?(,\d+(-\d+)?)*)"
-    r"(\|(?P<lane>\d+)(w(?P<weight_lane>\d+))?)?(r(?P<recomputed>\d+))?(o(?P<offloaded>\d+))?(~(?P<round>\d+))?(\^(?P<start>[\d.e+-]+))?",
+    r"(s(?P<sequence>\d+))?(\|(?P<lane>\d+)(w(?P<weight_lane>\d+))?)?(r(?P<recomputed>\d+))?(o(?P<offloaded>\d+))?"
+    r"(~(?P<round>\d+))?(\^(?P<start>[\d.e+-]+))?",
     re.ASCII,
 )
 _HEADERS = {"planner": "# planner NAME", "tensor": "# tensor MODULE DEGREE", "recompute": "# recompute OP"}
@@ -60,6 +62,7 @@ def format_plan(plan: Plan, mark: int | None = None) -> str:
             lines.append(" ".join(line))
             line, wave = [], slot.wave
         text = f"{_quoted(slot.op)}*{slot.num_layers}@{format_devices(slot.devices)}"
+        text += f"s{slot.sequence_degree}" if slot.sequence_degree > 1 else ""
         text += f"|{slot.lane}" if slot.lane or slot.weight_lane is not None else ""
         text += f"w{slot.weight_lane}" if slot.weight_lane is not None else ""
         text += f"r{slot.recomputed}" if slot.recomputed else ""
@@ -153,6 +156,7 @@ def _parse_slot(word: str, position: Mapping[str, int], wave: int, profile: Prof
         weight_lane=_parse_count(match["weight_lane"], line) if match["weight_lane"] else None,
         recomputed=_parse_count(match["recomputed"], line),
         offloaded=_parse_count(match["offloaded"], line),
+        sequence_degree=_parse_count(match["sequence"], line) or 1,
     )
 
 

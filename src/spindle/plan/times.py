@@ -102,8 +102,8 @@ def pass_s(slot: Slot, kind: str, curve: Curve, recompute: bool = False) -> floa
 
 def offloaded_bytes(slot: Slot, op: MetaOp, tensor_degree: int) -> int:
     """Bytes of activations that a device of a slot offloads, for the largest share of the batch."""
-    rows = -(-(op.batch_size or 1) * tensor_degree // len(slot.devices))
-    return saved_bytes(op, rows, slot.offloaded, tensor_degree, False)
+    rows = -(-(op.batch_size or 1) * tensor_degree * slot.sequence_degree // len(slot.devices))
+    return saved_bytes(op, rows, slot.offloaded, tensor_degree, False) // slot.sequence_degree
 
 
 def slot_links(ops: Sequence[int], graph: MetaGraph) -> list[tuple[int, int]]:

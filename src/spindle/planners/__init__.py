@@ -19,6 +19,7 @@ from spindle.planners.bounds import (
     step_bound_s,
 )
 from spindle.planners.build import Scheduler, plan_with
+from spindle.planners.colocate.planner import SYSTEMS, choose_colocation, compare_placements, plan_system
 from spindle.planners.compiled import needs_compiling
 from spindle.planners.exhaustive import schedule_exhaustive
 from spindle.planners.lanes import with_lanes
@@ -51,7 +52,9 @@ __all__ = [
     "Timed",
     "baseline_layouts",
     "best_degree_problem",
+    "choose_colocation",
     "choose_layout",
+    "compare_placements",
     "graph_bound",
     "graph_bound_s",
     "lower_hull",
@@ -78,8 +81,8 @@ class Planner:
     """One entry of the registry: a function from a profile and options to a finished plan.
 
     Planners of pipelines order the passes of microbatches; those that split encoders' microbatches take a profile of
-    sub-microbatches. `search` gives the plan with how the search came to it, for each replica. `is_compared` says
-    whether `spindle compare` runs the planner.
+    sub-microbatches, and those that place encoders whole one of parts. `search` gives the plan with how the search came
+    to it, for each replica. `is_compared` says whether `spindle compare` runs the planner.
     """
 
     name: str
@@ -88,6 +91,7 @@ class Planner:
     search: Callable[[Profile, PlanOptions, Progress | None], tuple[Plan, list[SearchResult]]] | None = None
     is_pipeline: bool = False
     splits_microbatches: bool = False
+    takes_parts: bool = False
     is_compared: bool = True
 
 
@@ -113,6 +117,16 @@ _ALL = (
         search=search_pipeline,
         is_pipeline=True,
         splits_microbatches=True,
+    ),
+    *(
+        Planner(
+            name=name,
+            description=system.description,
+            plan=partial(plan_system, name),
+            is_pipeline=True,
+            takes_parts=True,
+        )
+        for name, system in SYSTEMS.items()
     ),
     *(
         Planner(name=name, description=system.description, plan=partial(plan_baseline, name), is_pipeline=True)

@@ -11,14 +11,29 @@ from spindle.errors import PlanError
 Progress = Callable[[float], None]  # how much of a search is done, from 0 to 1
 
 
+SPREAD, REPLICATED, FIRST, DEDICATED = PLACEMENTS = ("spread", "replicated", "first", "dedicated")
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Chain:
     """Modules in a row, each with so many layers, cut in front of these layers (numbered through all of them); chunks
-    may be empty."""
+    may be empty.
+
+    `placement` says where it stands: *spread*, its chunks over the pipeline ranks in turn; or whole: *replicated* on
+    every device (or tensor group) of all ranks, *first* on those of rank 0, *dedicated* on those of ranks that run
+    nothing else. A chain that stands whole takes its calls in parts, each on one of its groups or on a sequence group.
+    `tensor_degree` is that of its modules; 0 stands for the layout's.
+    """
 
     modules: tuple[str, ...]
     num_layers: tuple[int, ...]
     bounds: tuple[int, ...]
+    placement: str = SPREAD
+    tensor_degree: int = 0
+
+    def __post_init__(self) -> None:
+        if self.placement not in PLACEMENTS:
+            raise PlanError(f"a chain is placed as one of {', '.join(PLACEMENTS)}, got {self.placement!r}")
 
     @property
     def num_chunks(self) -> int:
@@ -29,21 +44,40 @@ class Chain:
 class Layout:
     """Where the chunks of a pipeline stand: chains over so many pipeline ranks, in as many replicas as the devices
     allow; a pipeline rank is a tensor parallel group. `cut_by` says what chunks have equal shares of: time, or
-    parameters."""
+    parameters. The first `num_dedicated` ranks of each replica run dedicated chains alone, the others all others."""
 
     num_ranks: int
     num_replicas: int
     tensor_degree: int
     chains: tuple[Chain, ...]
     cut_by: str = "time"
+    num_dedicated: int = 0
 
     def __post_init__(self) -> None:
+        is_dedicated = any(chain.placement == DEDICATED for chain in self.chains)
+        if not 0 <= self.num_dedicated < self.num_ranks or is_dedicated != bool(self.num_dedicated):
+            raise PlanError(
+                f"dedicated chains need ranks of their own, and others at least one of {self.num_ranks}, got "
+                f"num_dedicated={self.num_dedicated}"
+            )
         for chain in self.chains:
-            if chain.num_chunks % self.num_ranks or any(last < first for first, last in pairwise(chain.bounds)):
+            if chain.placement != SPREAD:
+                if chain.tensor_degree and self.tensor_degree % chain.tensor_degree:
+                    raise PlanError(
+                        f"{' and '.join(chain.modules)} has tensor degree {chain.tensor_degree}, which does not divide "
+                        f"the {self.tensor_degree} devices of a pipeline rank"
+                    )
+                continue
+            if chain.num_chunks % self.num_spread_ranks or any(last < first for first, last in pairwise(chain.bounds)):
                 raise PlanError(
-                    f"a chain over {self.num_ranks} ranks needs a multiple of as many chunks in order, "
+                    f"a chain over {self.num_spread_ranks} ranks needs a multiple of as many chunks in order, "
                     f"got bounds {list(chain.bounds)}"
                 )
+
+    @property
+    def num_spread_ranks(self) -> int:
+        """The pipeline ranks over which chunks are spread."""
+        return self.num_ranks - self.num_dedicated
 
     @property
     def modules(self) -> frozenset[str]:
@@ -51,13 +85,26 @@ class Layout:
 
     def rounds_of(self, chain: Chain) -> int:
         """How many times a chain passes all ranks."""
-        return chain.num_chunks // self.num_ranks
+        return chain.num_chunks // self.num_spread_ranks
 
     @property
     def text(self) -> str:
         """How chains are cut, in words."""
-        rounds = [f"{self.rounds_of(chain)} for {' and '.join(chain.modules)}" for chain in self.chains]
-        return f"chunks on each rank: {', '.join(rounds)}, cut by {self.cut_by}"
+        spread = [chain for chain in self.chains if chain.placement == SPREAD]
+        rounds = [f"{self.rounds_of(chain)} for {' and '.join(chain.modules)}" for chain in spread]
+        chunks = f"chunks on each rank: {', '.join(rounds)}, cut by {self.cut_by}"
+        return "; ".join(filter(None, [self.whole_text, chunks]))
+
+    @property
+    def whole_text(self) -> str:
+        """Where the chains that stand whole do, in words; empty if there are none."""
+        texts = [
+            f"{' and '.join(chain.modules)} {_PLACEMENT_TEXT[chain.placement].format(self.num_dedicated)} at tensor "
+            f"degree {chain.tensor_degree or self.tensor_degree}"
+            for chain in self.chains
+            if chain.placement != SPREAD
+        ]
+        return "; ".join(texts)
 
     def devices(self, replica: int, rank: int) -> tuple[int, ...]:
         first = (replica * self.num_ranks + rank) * self.tensor_degree
@@ -84,3 +131,10 @@ class PlanOptions:
     layouts: tuple[Layout, ...] = ()
     bound_s: float | None = None
     lanes: int = 1
+
+
+_PLACEMENT_TEXT = {
+    REPLICATED: "replicated on all ranks",
+    FIRST: "on the first rank",
+    DEDICATED: "on ranks of its own ({})",
+}

@@ -6,8 +6,9 @@ every operand once; a kernel that reads an operand twice has a lower efficiency 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Literal
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, replace
+from typing import Literal, assert_never
 
 from spindle.profile.communication import ring_bytes
 
@@ -98,10 +99,10 @@ class Collective:
     """A ring collective of a tensor group over `num_bytes` (of all members together).
 
     With sequence parallelism an all-reduce is split into a reduce-scatter and an all-gather, each with half of its
-    bytes.
+    bytes. In an all-to-all every member has its share of the bytes, and keeps the part of it that is its own.
     """
 
-    kind: Literal["all_reduce", "all_gather", "reduce_scatter"]
+    kind: Literal["all_reduce", "all_gather", "reduce_scatter", "all_to_all"]
     num_bytes: float
     num_members: int
 
@@ -115,6 +116,8 @@ class Collective:
 
     @property
     def network_bytes(self) -> float:
+        if self.kind == "all_to_all":
+            return self.num_bytes * (self.num_members - 1) / self.num_members**2
         whole = ring_bytes(self.num_bytes, self.num_members)
         return whole if self.kind == "all_reduce" else whole / 2
 
@@ -133,3 +136,38 @@ class LayerOperators:
     forward: tuple[Operator, ...]
     input: tuple[Operator, ...]
     weight: tuple[Operator, ...]
+
+
+def sequence_shares(operators: LayerOperators, sequence_degree: int) -> LayerOperators:
+    """The operators on one member of a sequence group (Ulysses): it has a slice of the tokens and all weights; around
+    attention, slices of the tokens of all heads are exchanged for all tokens of a slice of the heads.
+
+    Gradients of weights are summed over the group with those of all other devices that hold them.
+    """
+    if sequence_degree == 1:
+        return operators
+    parts = (operators.forward, operators.input, operators.weight)
+    forward, input_, weight = (tuple(_shares(part, sequence_degree)) for part in parts)
+    return LayerOperators(forward=forward, input=input_, weight=weight)
+
+
+def _shares(operators: Iterable[Operator], degree: int) -> Iterator[Operator]:
+    for operator in operators:
+        match operator:
+            case Gemm():
+                yield replace(operator, tokens=-(-operator.tokens // degree))
+            case Attention():
+                queries = operator.count * operator.queries * operator.heads * operator.head_width
+                keys = operator.count * operator.keys * operator.key_heads * operator.head_width
+                # Queries, keys and values go one way, the output the other; in backward their gradients go back.
+                inputs, outputs = float(_BYTES * (queries + 2 * keys)), float(_BYTES * queries)
+                yield Collective(kind="all_to_all", num_bytes=inputs, num_members=degree)
+                yield replace(operator, heads=-(-operator.heads // degree), key_heads=-(-operator.key_heads // degree))
+                yield Collective(kind="all_to_all", num_bytes=outputs, num_members=degree)
+            case MemoryBound():
+                is_of_weights = operator.kind in ("accumulate", "update")
+                yield operator if is_of_weights else replace(operator, num_bytes=operator.num_bytes / degree)
+            case Collective():
+                yield replace(operator, num_bytes=operator.num_bytes / degree)
+            case _:
+                assert_never(operator)

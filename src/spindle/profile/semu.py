@@ -19,7 +19,15 @@ from spindle.cluster import Cluster, DeviceKind, Link
 from spindle.profile.communication import collective_latency_s
 from spindle.profile.curve import Curve
 from spindle.profile.efficiency import Efficiencies, Lookup
-from spindle.profile.operators import Attention, Collective, Gemm, LayerOperators, MemoryBound, Operator
+from spindle.profile.operators import (
+    Attention,
+    Collective,
+    Gemm,
+    LayerOperators,
+    MemoryBound,
+    Operator,
+    sequence_shares,
+)
 
 LEAVES_OUT = (
     "how compute and communication on one device slow each other down; collectives of tensor groups overlap nothing",
@@ -58,8 +66,8 @@ class Semu:
         self.beyond: set[str] = set()  # operators outside the measured sizes
         self._lookup = Lookup(efficiencies)
         self._operators: dict[Operator, float] = {}
-        self._layers: dict[tuple[LayerShape, int], LayerTime] = {}
-        self._curves: dict[tuple[LayerShape, int], Curve] = {}
+        self._layers: dict[tuple[LayerShape, int, int], LayerTime] = {}
+        self._curves: dict[tuple[LayerShape, int, tuple[int, ...]], Curve] = {}
 
     @staticmethod
     def of(cluster: Cluster, efficiencies: Efficiencies = Efficiencies()) -> Semu:  # noqa: B008
@@ -101,29 +109,29 @@ class Semu:
         )
         return roofline_s / efficiency + launch_s
 
-    def layer(self, shape: LayerShape, tensor_degree: int) -> LayerTime:
-        """One layer on one tensor group."""
-        key = (shape, tensor_degree)
+    def layer(self, shape: LayerShape, tensor_degree: int, sequence_degree: int = 1) -> LayerTime:
+        """One layer on one tensor group, or on a sequence group of so many of them."""
+        key = (shape, tensor_degree, sequence_degree)
         if key not in self._layers:
             self.evaluations += 1
-            operators = shape.operators(tensor_degree)
+            operators = sequence_shares(shape.operators(tensor_degree), sequence_degree)
             parts = (operators.forward, operators.input, operators.weight)
             forward_s, input_s, weight_s = (sum(map(self.operator_s, part)) for part in parts)
             self._layers[key] = LayerTime(forward_s=forward_s, input_s=input_s, weight_s=weight_s)
         return self._layers[key]
 
-    def curve(self, shape: LayerShape, tensor_degree: int) -> Curve:
-        """The curve of a layer on one tensor group."""
-        key = (shape, tensor_degree)
+    def curve(self, shape: LayerShape, tensor_degree: int, sequence_degrees: tuple[int, ...] = (1,)) -> Curve:
+        """The curve of a layer on one tensor group, and on sequence groups of so many of them."""
+        key = (shape, tensor_degree, sequence_degrees)
         curve = self._curves.get(key)
         if curve is None:
-            time = self.layer(shape, tensor_degree)
+            times = [self.layer(shape, tensor_degree, degree) for degree in sequence_degrees]
             curve = self._curves[key] = Curve(
-                num_devices=(tensor_degree,),
-                forward_s=(time.forward_s,),
-                backward_s=(time.backward_s,),
+                num_devices=tuple(tensor_degree * degree for degree in sequence_degrees),
+                forward_s=tuple(time.forward_s for time in times),
+                backward_s=tuple(time.backward_s for time in times),
                 tensor_degree=tensor_degree,
-                weight_s=(time.weight_s,),
+                weight_s=tuple(time.weight_s for time in times),
             )
         return curve
 

@@ -204,7 +204,7 @@ def _all_rendezvous(program: Program, where: Column) -> tuple[Column, Column, Co
         match instruction:
             case Forward(slot=slot) | Backward(slot=slot):
                 shape = program.slots[slot]
-                size = len(shape.ranks) if shape.gang else shape.tensor_degree
+                size = shape.group_size
                 members = shape.ranks
             case Exchange(link=link, backward=is_backward):
                 flows = program.links[link].backward if is_backward else program.links[link].forward

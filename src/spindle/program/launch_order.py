@@ -56,7 +56,7 @@ def launches_collectives(program: Program, instruction: Instruction) -> bool:
     if not isinstance(instruction, Forward | Backward):
         return False
     shape = program.slots[instruction.slot]
-    return shape.tensor_degree > 1 or (shape.gang and len(shape.ranks) > 1)
+    return shape.group_size > 1
 
 
 def _edges(program: Program) -> Column:

@@ -138,9 +138,10 @@ def _shape(
     if num_rows is None or profile.gangs:
         # The time on n devices is all that is known; whatever they share, each has an equal part of it.
         num_rows = num_replicas
-    key = (slot.devices, num_rows, num_replicas)
+    num_slices = num_rows * slot.sequence_degree
+    key = (slot.devices, num_slices, num_replicas)
     if key not in columns:
-        columns[key] = (np.asarray(slot.devices, dtype=np.int64), share_bounds(num_rows, num_replicas))
+        columns[key] = (np.asarray(slot.devices, dtype=np.int64), share_bounds(num_slices, num_replicas))
     ranks, bounds = columns[key]
     return SlotShape(
         op=op,
@@ -148,6 +149,7 @@ def _shape(
         bounds=bounds,
         tensor_degree=degree,
         gang=profile.gangs or (cost is not None and cost.meets),
+        sequence_degree=slot.sequence_degree,
     )
 
 

@@ -23,7 +23,8 @@ NUM_LANES = SYNC + 1  # of a program whose devices run one slot at a time
 class SlotShape:
     """How the batch of a slot is split: replica i, of `tensor_degree` ranks, has rows `[bounds[i], bounds[i+1])`.
 
-    An op without a batch is one row for each rank.
+    An op without a batch is one row for each rank. With a `sequence_degree` s, each row is s slices of its tokens:
+    `bounds` count slices, and neighbouring groups share rows.
     """
 
     op: int
@@ -31,14 +32,25 @@ class SlotShape:
     bounds: Column
     tensor_degree: int
     gang: bool = False  # its ranks start together
+    sequence_degree: int = 1
+
+    @property
+    def num_slices(self) -> int:
+        return int(self.bounds[-1])
 
     @property
     def num_rows(self) -> int:
-        return int(self.bounds[-1])
+        return self.num_slices // self.sequence_degree
 
-    def rows_of_ranks(self) -> Column:
-        """The number of rows of each rank, in the order of `ranks`."""
-        return np.repeat(np.diff(self.bounds), self.tensor_degree)
+    @property
+    def group_size(self) -> int:
+        """How many ranks run collectives with each other inside a pass."""
+        return len(self.ranks) if self.gang else self.tensor_degree * self.sequence_degree
+
+    def rows_of_ranks(self) -> NDArray[np.int64] | NDArray[np.float64]:
+        """The number of rows of each rank, in the order of `ranks`; fractions where a sequence group shares them."""
+        slices = np.repeat(np.diff(self.bounds), self.tensor_degree)
+        return slices if self.sequence_degree == 1 else slices / self.sequence_degree
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

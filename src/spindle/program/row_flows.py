@@ -25,7 +25,7 @@ def placement_key(shape: SlotShape) -> tuple[int, int, int]:
 def common_scale(first: SlotShape, second: SlotShape) -> int:
     """The number of rows on the coarsest scale on which the bounds of both sides are integers; their own number where
     both have the same batch."""
-    return math.lcm(first.num_rows, second.num_rows)
+    return math.lcm(first.num_slices, second.num_slices)
 
 
 def bytes_per_row(graph: MetaGraph, producer: SlotShape, consumer: SlotShape) -> float:
@@ -46,8 +46,8 @@ def flows_between(producer: SlotShape, consumer: SlotShape) -> Flows:
     has a row already receives it from no one.
     """
     scale = common_scale(producer, consumer)
-    produced = producer.bounds * (scale // producer.num_rows)
-    consumed = consumer.bounds * (scale // consumer.num_rows)
+    produced = producer.bounds * (scale // producer.num_slices)
+    consumed = consumer.bounds * (scale // consumer.num_slices)
     # Between neighbouring cuts, rows have one producing and one consuming replica.
     cuts = np.unique(np.concatenate([produced, consumed]))
     first, last = cuts[:-1], cuts[1:]

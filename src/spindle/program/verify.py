@@ -105,6 +105,11 @@ def _every_slot_has_its_shape(program: Program, profile: Profile) -> None:
         is_gang = profile.gangs or (op.cost is not None and op.cost.meets)
         if shape.gang != is_gang:
             raise ProgramError(f"slot {number} ({slot.op}) has gang={shape.gang}, expected {is_gang}")
+        if shape.sequence_degree != slot.sequence_degree:
+            raise ProgramError(
+                f"slot {number} ({slot.op}) has sequence degree {shape.sequence_degree}, expected "
+                f"{slot.sequence_degree}"
+            )
         num_replicas = len(slot.devices) // shape.tensor_degree
         if len(shape.bounds) != num_replicas + 1 or shape.bounds[0] or (np.diff(shape.bounds) < 0).any():
             raise ProgramError(
@@ -238,7 +243,7 @@ def _wrong_rows(source: SlotShape, target: SlotShape, flows: Flows, num_ranks: i
 def _intervals(shape: SlotShape, scale: int, num_ranks: int) -> tuple[Column, Column]:
     """The rows `[first, last)` of each rank; empty for ranks without rows."""
     first, last = np.zeros(num_ranks, dtype=np.int64), np.zeros(num_ranks, dtype=np.int64)
-    bounds = shape.bounds * (scale // shape.num_rows)
+    bounds = shape.bounds * (scale // shape.num_slices)
     first[shape.ranks] = np.repeat(bounds[:-1], shape.tensor_degree)
     last[shape.ranks] = np.repeat(bounds[1:], shape.tensor_degree)
     return first, last

@@ -1,8 +1,9 @@
 """The papers' workloads as values: sizes from their §5, the rest chosen by us.
 
-`RECIPES` are the Spindle paper's, fitted to its DeepSpeed times; `MODELS` the DIP paper's, whose batches differ, timed
-by SEMU. `step_of` gives the profile of a step of either. `docs/recipes.md` tells what is the papers' and what is ours.
-Knows no planner.
+`RECIPES` are the Spindle paper's, fitted to its DeepSpeed times; `MODELS` the DIP paper's and those like
+MegaScale-Omni's, whose batches differ, timed by SEMU. `step_of` gives the profile of a step of either.
+`docs/recipes.md` tells what is the papers' and what is ours. Of planners it knows only how sequences are assigned to
+replicas.
 """
 
 from __future__ import annotations
@@ -11,15 +12,17 @@ from functools import partial
 
 from spindle.recipes import clip, ofasys, qwen_val
 from spindle.recipes.layers import Lengths
+from spindle.recipes.multimodal import MODELS as DIP_MODELS
 from spindle.recipes.multimodal import (
-    MODELS,
     Chain,
     MultimodalModel,
     batch_profile,
     emulator,
     model_flops,
+    parts_profile,
     sub_microbatch_sizes,
 )
+from spindle.recipes.omni import OMNI_DATA, OMNI_MODELS, OmniData, omni_sequences, parse_mix, slowest_replica
 from spindle.recipes.recipe import Fit, Fits, FittedCell, Recipe
 from spindle.recipes.step import BatchOptions, Step, batches, step_of
 
@@ -89,8 +92,12 @@ RECIPES: dict[str, Recipe] = {
     )
 }
 
+MODELS: dict[str, MultimodalModel] = {**DIP_MODELS, **OMNI_MODELS}
+
 __all__ = [
     "MODELS",
+    "OMNI_DATA",
+    "OMNI_MODELS",
     "RECIPES",
     "BatchOptions",
     "Chain",
@@ -99,12 +106,17 @@ __all__ = [
     "FittedCell",
     "Lengths",
     "MultimodalModel",
+    "OmniData",
     "Recipe",
     "Step",
     "batch_profile",
     "batches",
     "emulator",
     "model_flops",
+    "omni_sequences",
+    "parse_mix",
+    "parts_profile",
+    "slowest_replica",
     "step_of",
     "sub_microbatch_sizes",
 ]

@@ -37,6 +37,7 @@ from spindle.workload import (
     Module,
     Parameter,
     even_parts,
+    items_in_parts,
     split_evenly,
 )
 
@@ -115,16 +116,24 @@ _WHOLE = ("patches", "final")  # small; every member has them whole
 _MOST_INSTANCES = {VISION: 48, VIDEO: 8}  # of a microbatch
 
 
+Parts = Mapping[str, Sequence[Sequence[tuple[int, ...]]]]  # by module and microbatch: the items of each part
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MultimodalModel:
-    """One of the paper's setups: the first chain feeds the second, on so many devices in tensor groups and stages."""
+    """One of the papers' setups: all chains feed the last, on so many devices in tensor groups and stages."""
 
     name: str
     description: str
-    chains: tuple[Chain, Chain]
+    chains: tuple[Chain, ...]
     tensor_degree: int
     num_stages: int
     cluster_name: str
+
+    @property
+    def item_modules(self) -> tuple[str, ...]:
+        """Modules whose instances do not see each other and feed the last chain: encoders of images or sound."""
+        return tuple(chain.name for chain in self.chains[:-1] if chain.before == "patches")
 
     @property
     def cluster(self) -> Cluster:
@@ -159,7 +168,17 @@ class MultimodalModel:
         )
 
 
-def _vit(num_layers: int, width: int, hidden: int, heads: int, output_width: int) -> Chain:
+AUDIO = "audio"
+
+
+def vit_chain(
+    num_layers: int,
+    width: int,
+    hidden: int,
+    heads: int,
+    output_width: int,
+    tested_sizes: tuple[int, ...] = tuple(range(4, 33, 4)),  # the paper's range
+) -> Chain:
     tower = Tower(
         name=VISION, num_layers=num_layers, width=width, num_heads=heads, mlp_width=hidden, max_tensor_degree=8
     )
@@ -170,11 +189,13 @@ def _vit(num_layers: int, width: int, hidden: int, heads: int, output_width: int
         patch_elements=3 * 14 * 14,
         merge=16,
         output_width=output_width,
-        tested_sizes=tuple(range(4, 33, 4)),  # the paper's range
+        tested_sizes=tested_sizes,
     )
 
 
-def _language(num_layers: int, width: int, hidden: int, heads: int, vocabulary: int, output_width: int = 0) -> Chain:
+def language_chain(
+    num_layers: int, width: int, hidden: int, heads: int, vocabulary: int, output_width: int = 0
+) -> Chain:
     tower = Tower(
         name=LANGUAGE,
         num_layers=num_layers,
@@ -212,7 +233,7 @@ def _vlm_s(name: str, cluster_name: str) -> MultimodalModel:
     return MultimodalModel(
         name=name,
         description="ViT 5B and Llama3 8B",
-        chains=(_vit(63, 1792, 15360, 16, 4096), _language(32, 4096, 14336, 32, _LLAMA)),
+        chains=(vit_chain(63, 1792, 15360, 16, 4096), language_chain(32, 4096, 14336, 32, _LLAMA)),
         tensor_degree=4,
         num_stages=4,
         cluster_name=cluster_name,
@@ -227,7 +248,7 @@ MODELS: dict[str, MultimodalModel] = {
         MultimodalModel(
             name="vlm-m",
             description="ViT 5B and Qwen2 32B",
-            chains=(_vit(63, 1792, 15360, 16, 5120), _language(64, 5120, 27648, 40, _QWEN)),
+            chains=(vit_chain(63, 1792, 15360, 16, 5120), language_chain(64, 5120, 27648, 40, _QWEN)),
             tensor_degree=8,
             num_stages=4,
             cluster_name="h800x32",
@@ -235,7 +256,7 @@ MODELS: dict[str, MultimodalModel] = {
         MultimodalModel(
             name="vlm-l",
             description="ViT 22B and Qwen2 72B",
-            chains=(_vit(48, 6144, 24576, 48, 8192), _language(80, 8192, 29568, 64, _QWEN)),
+            chains=(vit_chain(48, 6144, 24576, 48, 8192), language_chain(80, 8192, 29568, 64, _QWEN)),
             tensor_degree=8,
             num_stages=8,
             cluster_name="h800x64",
@@ -243,7 +264,7 @@ MODELS: dict[str, MultimodalModel] = {
         MultimodalModel(
             name="t2v-s",
             description="Llama3 8B and DiT 5B",
-            chains=(_language(32, 4096, 14336, 32, _LLAMA, 3584), _dit(28, 3584, 10240, 28, 4)),
+            chains=(language_chain(32, 4096, 14336, 32, _LLAMA, 3584), _dit(28, 3584, 10240, 28, 4)),
             tensor_degree=4,
             num_stages=4,
             cluster_name="h800x16",
@@ -251,7 +272,7 @@ MODELS: dict[str, MultimodalModel] = {
         MultimodalModel(
             name="t2v-l",
             description="Qwen2 32B and DiT 30B",
-            chains=(_language(64, 5120, 27648, 40, _QWEN, 6144), _dit(48, 6144, 24576, 48, 8)),
+            chains=(language_chain(64, 5120, 27648, 40, _QWEN, 6144), _dit(48, 6144, 24576, 48, 8)),
             tensor_degree=8,
             num_stages=8,
             cluster_name="h800x64",
@@ -291,6 +312,7 @@ class _Part:
     name: str
     module: str
     pieces: tuple[_Piece, ...]
+    items: tuple[int, ...] = ()
 
 
 def batch_profile(
@@ -299,23 +321,70 @@ def batch_profile(
     splits: Mapping[str, int] | None = None,
     cluster: Cluster | None = None,
     semu: Semu | None = None,
+    parts: Parts | None = None,
+    tensor_degrees: Mapping[str, Sequence[int]] | None = None,
 ) -> Profile:
     """One batch with its times, at the model's tensor degree, on its own cluster unless another is given.
 
-    A `semu` that is kept from batch to batch remembers the shapes it has seen.
+    `parts` are the items of the parts of each microbatch, by module, where a planner chose them; a part of one item has
+    times on sequence groups, too. `tensor_degrees` are those that modules may have, where they are others than the
+    model's. A `semu` that is kept from batch to batch remembers the shapes it has seen.
     """
     cluster = cluster or model.cluster
     semu = semu or emulator(cluster)
-    graph, shapes = _graph_and_shapes(model, microbatches, splits or {})
-    curves: list[tuple[Curve, ...]] = [(semu.curve(shape, model.tensor_degree),) for shape in shapes]
+    graph, shapes = _graph_and_shapes(model, microbatches, splits or {}, parts or {})
+    curves: list[tuple[Curve, ...]] = []
+    for op, shape in zip(graph.metaops, shapes, strict=True):
+        module = op.module or ""
+        of_op = []
+        for degree in (tensor_degrees or {}).get(module, (model.tensor_degree,)):
+            shared = sequence_degrees(model, module, cluster, degree) if len(op.items) == 1 else (1,)
+            of_op.append(semu.curve(shape, degree, shared))
+        curves.append(tuple(of_op))
     return Profile(graph=graph, cluster=cluster, curves=tuple(curves), leaves_out=semu.leaves_out)
+
+
+PART_TOKENS = (2048, 8192)  # of parts: smaller ones leave more freedom, larger ones take less work
+
+
+def parts_profile(
+    model: MultimodalModel,
+    microbatches: Sequence[Microbatch],
+    part_tokens: int | None,
+    cluster: Cluster | None = None,
+    semu: Semu | None = None,
+) -> Profile:
+    """A batch whose item calls are in parts of about so many tokens, or whole; at every tensor degree that encoders may
+    have."""
+    parts = {
+        module: [
+            items_in_parts(microbatch.tokens_of(module), part_tokens)
+            if part_tokens
+            else split_evenly(tuple(range(len(microbatch.tokens_of(module)))), None)
+            for microbatch in microbatches
+        ]
+        for module in model.item_modules
+    }
+    degrees = [1 << power for power in range(model.tensor_degree.bit_length())]
+    of_module = {
+        module: tuple(degree for degree in degrees if degree <= model.chain(module).tower.max_tensor_degree)
+        for module in model.item_modules
+    }
+    return batch_profile(model, microbatches, None, cluster, semu, parts, of_module)
+
+
+def sequence_degrees(model: MultimodalModel, module: str, cluster: Cluster, tensor_degree: int) -> tuple[int, ...]:
+    """Over how many tensor groups an item may be shared: its heads divide, and a group lies inside an island."""
+    heads = model.chain(module).tower.num_heads // tensor_degree
+    most = max(island.num_devices for island in cluster.islands) // tensor_degree
+    return tuple(degree for degree in (1, 2, 4, 8) if degree <= most and heads % degree == 0)
 
 
 def model_flops(model: MultimodalModel, microbatches: Sequence[Microbatch]) -> float:
     """FLOPs of forward and backward of a batch, nothing computed twice: what MFU counts."""
     return sum(
         piece.num_layers * (piece.cost.forward_flops + piece.cost.backward_flops)
-        for _, parts in _parts(model, microbatches, {})
+        for _, parts in _parts(model, microbatches, {}, {})
         for part in parts
         for piece in part.pieces
     )
@@ -370,9 +439,9 @@ def _flops_per_s(model: MultimodalModel, module: str, instance_tokens: int, size
 
 
 def _parts(
-    model: MultimodalModel, microbatches: Sequence[Microbatch], splits: Mapping[str, int]
+    model: MultimodalModel, microbatches: Sequence[Microbatch], splits: Mapping[str, int], given: Parts
 ) -> list[tuple[str, list[_Part]]]:
-    """The calls of every task, the first module's first."""
+    """The calls of every task, the first module's first; `given` are the items of parts, where they are chosen."""
     for module in splits:
         model.chain(module)
     digits = max(2, len(str(len(microbatches) - 1)))
@@ -395,6 +464,17 @@ def _parts(
         parts: list[_Part] = []
         for chain in model.chains:
             instances = microbatch.tokens_of(chain.name)
+            if chain.name in given:
+                parts += [
+                    _Part(
+                        name=f"{chain.name}.{position}",
+                        module=chain.name,
+                        pieces=pieces(chain, lengths_of(instances[item] for item in items), ()),
+                        items=items,
+                    )
+                    for position, items in enumerate(given[chain.name][number])
+                ]
+                continue
             most = splits.get(chain.name)
             cut = split_evenly(instances, most)
             if not cut:
@@ -416,8 +496,9 @@ def _parts(
 
 
 def _flows(model: MultimodalModel, parts: list[_Part]) -> tuple[tuple[str, str], ...]:
-    """Every part of the first module feeds every part of the second."""
-    producers, consumers = ([part.name for part in parts if part.module == chain.name] for chain in model.chains)
+    """Every part of another module feeds every part of the last."""
+    consumers = [part.name for part in parts if part.module == model.chains[-1].name]
+    producers = [part.name for part in parts if part.module != model.chains[-1].name]
     return tuple((producer, consumer) for producer in producers for consumer in consumers)
 
 
@@ -427,7 +508,7 @@ def _parameters(model: MultimodalModel) -> tuple[Parameter, ...]:
 
 
 def _graph_and_shapes(
-    model: MultimodalModel, microbatches: Sequence[Microbatch], splits: Mapping[str, int]
+    model: MultimodalModel, microbatches: Sequence[Microbatch], splits: Mapping[str, int], given: Parts
 ) -> tuple[MetaGraph, tuple[Shape, ...]]:
     first_parameter, offset = {}, 0
     for chain in model.chains:
@@ -437,7 +518,7 @@ def _graph_and_shapes(
     shapes: list[Shape] = []
     edges: list[tuple[int, int]] = []
     weights: dict[tuple[str, int], tuple[tuple[int, ...], ...]] = {}
-    for microbatch, (task, parts) in enumerate(_parts(model, microbatches, splits)):
+    for microbatch, (task, parts) in enumerate(_parts(model, microbatches, splits, given)):
         ends: dict[str, tuple[int, int]] = {}
         for part in parts:
             begin = len(metaops)
@@ -460,6 +541,7 @@ def _graph_and_shapes(
                         first_layer=piece.first,
                         cost=piece.cost,
                         parameters=weights[key],
+                        items=part.items,
                     )
                 )
                 shapes.append(piece.shape)

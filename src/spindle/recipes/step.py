@@ -6,6 +6,7 @@ it chooses; the others take whole ones. So one batch of a multimodal model has s
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from itertools import islice
@@ -18,7 +19,16 @@ from spindle.errors import InputError
 from spindle.graph import metagraph_of
 from spindle.profile import Profile, roofline_profile
 from spindle.recipes.data import t2v_batch, vlm_batch
-from spindle.recipes.multimodal import MultimodalModel, batch_profile, emulator, model_flops, sub_microbatch_sizes
+from spindle.recipes.multimodal import (
+    PART_TOKENS,
+    MultimodalModel,
+    batch_profile,
+    emulator,
+    model_flops,
+    parts_profile,
+    sub_microbatch_sizes,
+)
+from spindle.recipes.omni import OMNI_DATA, omni_sequences, parse_mix, slowest_replica
 from spindle.recipes.recipe import Recipe
 from spindle.workload import VIDEO, Microbatch, SampleError, line_of_sample, pack_clips, pack_images, read_samples
 
@@ -27,21 +37,29 @@ NUM_MICROBATCHES = 32  # of a batch, unless others are asked for
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BatchOptions:
-    """Which batch of a multimodal model: how many microbatches, drawn with which seed or packed from which samples."""
+    """Which batch of a multimodal model: how many microbatches, drawn with which seed or packed from which samples.
+
+    Of omni recipes: `mix`, tokens of images to tokens of text, and whether the sequences of a step are assigned to
+    replicas level (`is_balanced`) or in turn; `num_microbatches` are those of all replicas there.
+    """
 
     num_microbatches: int | None = None
     seed: int | None = None
     samples: Path | None = None
+    mix: str | None = None
+    is_balanced: bool = True
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Step:
     """One step to plan. `profile` gives it with microbatches split into sub-microbatches of given sizes, by module;
-    `sizes` are those that a planner may choose among, and the first leaves microbatches whole. Steps of pipelines have
-    `pipeline_ranks`, and `peak_s`: what the model's own FLOPs take at the peak of all devices."""
+    `sizes` are those that a planner may choose among, and the first leaves microbatches whole. `part_profiles` gives it
+    with its item calls in parts, the first with each call as one part; empty where nothing runs in parts. Steps of
+    pipelines have `pipeline_ranks`, and `peak_s`: what the model's own FLOPs take at the peak of all devices."""
 
     profile: Callable[[Mapping[str, int]], Profile]
     sizes: tuple[Mapping[str, int], ...] = ({},)
+    part_profiles: Callable[[], list[Profile]] = list
     pipeline_ranks: int | None = None
     peak_s: float | None = None
 
@@ -69,7 +87,11 @@ def step_of(recipe: Recipe | MultimodalModel, cluster: Cluster, batch: BatchOpti
 
 def _model_step(model: MultimodalModel, cluster: Cluster, batch: BatchOptions) -> Step:
     model.refuse_cluster(cluster)
+    if batch.mix is not None and model.name not in OMNI_DATA:
+        raise InputError(f"a mix is for {', '.join(OMNI_DATA)}; {model.name} has data of its own, leave it out")
     try:
+        if model.name in OMNI_DATA:
+            return _step_of(model, cluster, _omni_microbatches(model, batch))
         (microbatches,) = islice(
             batches(model, batch.num_microbatches or NUM_MICROBATCHES, batch.seed or 0, batch.samples), 1
         )
@@ -78,6 +100,22 @@ def _model_step(model: MultimodalModel, cluster: Cluster, batch: BatchOptions) -
             raise
         line = line_of_sample(batch.samples, error.number)
         raise InputError(f"{batch.samples}, line {line}: {error.reason} (this is {model.name})") from error
+    return _step_of(model, cluster, microbatches)
+
+
+def _omni_microbatches(model: MultimodalModel, batch: BatchOptions) -> tuple[Microbatch, ...]:
+    """The sequences of the slowest replica; of samples in a file, all of them."""
+    data = OMNI_DATA[model.name]
+    count = batch.num_microbatches or data.num_sequences
+    if batch.samples is not None:
+        (microbatches,) = islice(batches(model, count, batch.seed or 0, batch.samples), 1)
+        return microbatches
+    random = np.random.default_rng(batch.seed or 0)
+    sequences = omni_sequences(model, count, data.sequence_tokens, parse_mix(batch.mix or "5:5"), random)
+    return slowest_replica(model, sequences, data.num_replicas, batch.is_balanced)
+
+
+def _step_of(model: MultimodalModel, cluster: Cluster, microbatches: tuple[Microbatch, ...]) -> Step:
     semu = emulator(cluster)
 
     profiles: dict[tuple[tuple[str, int], ...], Profile] = {}
@@ -88,10 +126,19 @@ def _model_step(model: MultimodalModel, cluster: Cluster, batch: BatchOptions) -
             profiles[key] = batch_profile(model, microbatches, sizes, cluster, semu)
         return profiles[key]
 
+    @functools.cache
+    def part_profiles() -> list[Profile]:
+        return [
+            parts_profile(model, microbatches, part_tokens, cluster, semu)
+            for part_tokens in (None, *PART_TOKENS)
+            if any(microbatch.tokens_of(module) for microbatch in microbatches for module in model.item_modules)
+        ]
+
     peak_flops = cluster.kind.peak_flops * cluster.num_devices
     return Step(
         profile=profile,
         sizes=sub_microbatch_sizes(model, microbatches, semu),
+        part_profiles=part_profiles,
         pipeline_ranks=model.num_stages,
         peak_s=model_flops(model, microbatches) / peak_flops,
     )

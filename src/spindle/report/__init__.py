@@ -4,6 +4,7 @@ Nothing is imported here, so that printing a number does not load the drawing co
 """
 
 from spindle.report.bound import bound_report, limit_sentences
+from spindle.report.colocated import ModuleLoad, module_load_lines, module_loads, placement_lines
 from spindle.report.compare import REFERENCE, compared, conclusion
 from spindle.report.explain import explain, headline, sentences
 from spindle.report.gantt import Chart, columns_for, draw, plan_chart, timeline_chart
@@ -33,6 +34,7 @@ __all__ = [
     "REFERENCE",
     "STEPS",
     "Chart",
+    "ModuleLoad",
     "Run",
     "ShownTimeline",
     "StepComparison",
@@ -58,8 +60,11 @@ __all__ = [
     "loss_table",
     "loss_text",
     "measure_facts",
+    "module_load_lines",
+    "module_loads",
     "page_html",
     "pipeline_bound_facts",
+    "placement_lines",
     "plan_chart",
     "plan_facts",
     "profile_facts",

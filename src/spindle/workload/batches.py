@@ -13,7 +13,7 @@ Samples come from a file of one JSON object per line, or from a generator (`spin
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -290,3 +290,20 @@ def split_evenly(instances: tuple[int, ...], most: int | None) -> tuple[tuple[in
         parts.append(instances[start : start + size])
         start += size
     return tuple(parts)
+
+
+def items_in_parts(lengths: Sequence[int], part_tokens: int) -> tuple[tuple[int, ...], ...]:
+    """Numbers of items, grouped into parts of about so many tokens: an item that is longer is a part of its own, the
+    others share parts, longest first to the shortest part. Parts are in the order of their first items."""
+    if part_tokens < 1:
+        raise WorkloadError(f"a part needs at least one token, got part_tokens={part_tokens}")
+    whole = [(item,) for item, length in enumerate(lengths) if length >= part_tokens]
+    rest = [item for item, length in enumerate(lengths) if length < part_tokens]
+    count = -(-sum(lengths[item] for item in rest) // part_tokens)
+    shared: list[list[int]] = [[] for _ in range(count)]
+    total = [0] * count
+    for item in sorted(rest, key=lambda item: (-lengths[item], item)):
+        place = min(range(count), key=lambda place: (total[place], place))
+        shared[place].append(item)
+        total[place] += lengths[item]
+    return tuple(sorted([*whole, *(tuple(sorted(items)) for items in shared)]))

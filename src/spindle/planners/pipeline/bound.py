@@ -44,27 +44,39 @@ def pipeline_bound_s(profiles: Iterable[Profile], num_ranks: int) -> float:
 def pipeline_bound(profile: Profile, num_ranks: int) -> PipelineBound:
     """The bounds of every plan of a profile on `num_ranks` pipeline ranks."""
     graph, cluster, setting = profile.graph, profile.cluster, profile.default_setting
+    is_part = [bool(op.items) for op in graph.metaops]
     degree = tensor_degree_of(profile)
     num_replicas = max(1, cluster.num_devices // (num_ranks * degree))
     # Data: seconds of all passes, by layer of a module; and on the path through each op.
     layer_s: dict[tuple[str, int], float] = defaultdict(float)
     path_s: list[float] = []
-    parameters: set[int] = set()
+    area_s = 0.0  # device-seconds of all passes
+    degree_of: dict[int, int] = {}  # by parameter
     for position, op in enumerate(graph.metaops):
-        curve = profile.curve(position, setting)
-        forward_s, backward_s = curve.times_s(degree)
-        backward_s += forward_s * setting.recompute[position]
-        for layer in range(op.num_layers):
-            layer_s[op.module or "", op.first_layer + layer] += forward_s + backward_s - 2 * _ROUNDING_S
-        weight_s = curve.weight_time_s(degree) or 0.0
-        path_s.append(op.num_layers * (forward_s + backward_s - weight_s - 2 * _ROUNDING_S))
-        parameters.update(parameter for of_layer in op.parameters for parameter in of_layer)
-    elements = sum(
-        graph.parameters[parameter].elements_at(degree)
-        for parameter in parameters
+        curves = profile.curves[position] if is_part[position] else (profile.curve(position, setting),)
+        # A part may stand on any of its groups, alone or shared: it counts as the cheapest, and as the fastest.
+        totals_s, paths_s = [], []
+        groups = [
+            (curve, count) for curve in curves for count in (curve.num_devices if is_part[position] else (degree,))
+        ]
+        for curve, num_devices in groups:
+            forward_s, backward_s = curve.times_s(num_devices)
+            backward_s += forward_s * setting.recompute[position]
+            totals_s.append(num_devices * (forward_s + backward_s - 2 * _ROUNDING_S))
+            weight_s = curve.weight_time_s(num_devices) or 0.0
+            paths_s.append(forward_s + backward_s - weight_s - 2 * _ROUNDING_S)
+        area_s += op.num_layers * min(totals_s)
+        for layer in range(op.num_layers) if not is_part[position] else ():
+            layer_s[op.module or "", op.first_layer + layer] += totals_s[0] / degree
+        path_s.append(op.num_layers * min(paths_s))
+        for of_layer in op.parameters:
+            degree_of.update(dict.fromkeys(of_layer, curves[0].tensor_degree))
+    # Seconds of the optimizer on as many devices as it takes to hold everything once.
+    update_s = sum(
+        graph.parameters[parameter].elements_at(held_at) * held_at
+        for parameter, held_at in degree_of.items()
         if graph.parameters[parameter].trainable
-    )
-    update_s = elements * graph.numerics.update_bytes / cluster.kind.memory_bytes_per_s
+    ) * (graph.numerics.update_bytes / cluster.kind.memory_bytes_per_s)
     # Where neighbours matter, no layer is faster than at the best rate, and k busy devices do at most k times theirs.
     rate, capacity = 1.0, float(num_ranks * num_replicas * degree)
     if profile.host_rates:
@@ -72,7 +84,9 @@ def pipeline_bound(profile: Profile, num_ranks: int) -> PipelineBound:
         together = np.arange(1, 1 + len(rates)) * rates
         rate = float(rates.max())
         capacity = sum(float(together[: island.num_devices].max()) for island in cluster.islands)
-    work_s = degree * (sum(layer_s.values()) + num_replicas * update_s) / capacity
+    # What replicas hold alike is updated on each, unless its optimizer state is sharded, as that of parts may be.
+    copies = 1 if any(is_part) else num_replicas
+    work_s = (area_s + copies * update_s) / capacity
     ends_s: dict[int, float] = {}
     for position in graph.order:
         before_s = max((ends_s[producer] for producer in graph.predecessors[position]), default=0.0)

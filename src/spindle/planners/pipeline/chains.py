@@ -33,8 +33,15 @@ def layout_of(profile: Profile, num_ranks: int, chains: Sequence[Chain]) -> Layo
 
 
 def tensor_degree_of(profile: Profile) -> int:
-    """The one tensor degree that all ops of a pipeline have."""
-    degrees = sorted({curve.tensor_degree for curves in profile.curves for curve in curves})
+    """The one tensor degree that all ops of a pipeline have, apart from parts, which may have another."""
+    degrees = sorted(
+        {
+            curve.tensor_degree
+            for op, curves in zip(profile.graph.metaops, profile.curves, strict=True)
+            for curve in curves
+            if not op.items
+        }
+    )
     if len(degrees) > 1:
         raise PlanError(f"a pipeline needs one tensor degree for all modules, got {', '.join(map(str, degrees))}")
     return degrees[0]

@@ -16,10 +16,10 @@ import numpy as np
 from spindle.errors import DoesNotFitError, PlanError
 from spindle.graph import MetaGraph
 from spindle.plan import BACKWARD, FORWARD, INPUT, WEIGHT, Piece, Plan, assemble_passes
-from spindle.planners.options import Chain, Layout
+from spindle.planners.options import DEDICATED, FIRST, SPREAD, Chain, Layout
 from spindle.planners.pipeline.interleave import Schedule
 from spindle.planners.pipeline.segments import Column, Segments
-from spindle.profile import Curve, Profile, backward_bytes, bytes_text, saved_bytes, state_bytes
+from spindle.profile import Curve, Profile, Setting, backward_bytes, bytes_text, saved_bytes, state_bytes
 from spindle.workload import LayerCost
 
 NS = 1e9
@@ -72,12 +72,24 @@ class Batch:
 def batches_of(profile: Profile, layout: Layout) -> list[Batch]:
     """The batch of a profile on the replicas of a layout, which share its microbatches evenly. With fewer microbatches
     than replicas some have none."""
-    known = _Stages(profile, layout)
+    known = StageCosts(profile, layout)
     return [
         _batch(profile, layout, replica, tasks, known)
-        for replica, tasks in enumerate(_shares(profile, layout.num_replicas))
+        for replica, tasks in enumerate(shares_of_replicas(profile, layout))
         if tasks
     ]
+
+
+def setting_in(profile: Profile, layout: Layout) -> Setting:
+    """The setting of a layout: the tensor degree of each module."""
+    return profile.setting(
+        {
+            module: chain.tensor_degree or layout.tensor_degree
+            for chain in layout.chains
+            for module in chain.modules
+            if module in profile.graph.modules
+        }
+    )
 
 
 def plan_of(
@@ -113,12 +125,12 @@ def plan_of(
     return assemble_passes(profile, profile.default_setting, planner, pieces, order)
 
 
-def _shares(profile: Profile, num_replicas: int) -> list[list[str]]:
+def shares_of_replicas(profile: Profile, layout: Layout) -> list[list[str]]:
     """Tasks for each replica: heaviest first to the lightest so far, each replica in the order of the batch."""
-    tasks = list(profile.graph.tasks)
+    tasks, num_replicas = list(profile.graph.tasks), layout.num_replicas
     if num_replicas == 1:
         return [tasks]
-    setting = profile.default_setting
+    setting = setting_in(profile, layout)
     load: dict[str, float] = dict.fromkeys(tasks, 0.0)
     for position, op in enumerate(profile.graph.metaops):
         curve = profile.curve(position, setting)
@@ -231,8 +243,9 @@ def _calls_in_runs(
         yield layout.chains[chain_of[run]], [op for call in members[run] for op in call]
 
 
-def _batch(profile: Profile, layout: Layout, replica: int, tasks: Sequence[str], known: _Stages) -> Batch:
-    graph, num_ranks = profile.graph, layout.num_ranks
+def _batch(profile: Profile, layout: Layout, replica: int, tasks: Sequence[str], known: StageCosts) -> Batch:
+    """Stages of the chains that are spread over ranks; what stands whole is the business of planner `colocate`."""
+    graph, num_ranks = profile.graph, layout.num_spread_ranks
     wire = _Wire(profile, layout)
     microbatch_of = {task: number for number, task in enumerate(tasks)}
     group_of: dict[tuple[str, Chain], int] = {}
@@ -242,6 +255,8 @@ def _batch(profile: Profile, layout: Layout, replica: int, tasks: Sequence[str],
     stages: list[tuple[Stage, ...]] = []
     last_pair: dict[int, int] = {}
     for number, run in enumerate(_runs(graph, layout, tasks)):
+        if run.chain.placement != SPREAD:
+            continue
         cut = [_between(graph, run.ops, first, last) for first, last in pairwise(run.chain.bounds)]
         received = sum(run.feeds.values())
         chunks: list[Stage] = []
@@ -250,7 +265,8 @@ def _batch(profile: Profile, layout: Layout, replica: int, tasks: Sequence[str],
             received = chunks[-1].output_bytes if stage_pieces else received
         for turn in range(layout.rounds_of(run.chain)):
             here = slice(turn * num_ranks, (turn + 1) * num_ranks)
-            before = [(last_pair[source], num_bytes) for source, num_bytes in sorted(run.feeds.items())]
+            feeds = sorted((source, size) for source, size in run.feeds.items() if source in last_pair)
+            before = [(last_pair[source], num_bytes) for source, num_bytes in feeds]
             if turn:
                 before = [(last_pair[number], chunks[here.start - 1].output_bytes)]
             last_pair[number] = len(pieces)
@@ -265,7 +281,7 @@ def _batch(profile: Profile, layout: Layout, replica: int, tasks: Sequence[str],
             stages.append(tuple(chunks[here]))
     tables, row_of = _tables(stages)
     rows = np.array([[row_of[id(stage)] for stage in of_pair] for of_pair in stages])
-    static, update_ns = _held(profile, layout)
+    static, update_ns = (column[layout.num_dedicated :] for column in held_bytes(profile, layout))
     working = np.array([[stage.working for stage in of_pair] for of_pair in stages]).max(axis=0)
     activation_budget = profile.cluster.kind.memory_bytes - static - working
     if activation_budget.min() <= 0:
@@ -329,20 +345,30 @@ def _tables(stages: Iterable[Sequence[Stage]]) -> tuple[tuple[Column, Column, Co
     return (forward, backward, memory, counts), {id(stage): row for row, stage in enumerate(distinct)}
 
 
-class _Stages:
+class StageCosts:
     """Stages by what they cost, each worked out once."""
 
     def __init__(self, profile: Profile, layout: Layout) -> None:
         self._profile, self._degree = profile, layout.tensor_degree
-        self._setting = profile.default_setting
+        self._setting = setting_in(profile, layout)
         # No rank keeps more than this, so if every stage offloads at most this share of what it keeps, what stages have
         # on the host at any one time fits there.
         kind = profile.cluster.kind
-        most_kept_bytes = kind.memory_bytes - int(_held(profile, layout)[0].min())
+        most_kept_bytes = kind.memory_bytes - int(held_bytes(profile, layout)[0].min())
         self._host_share = kind.host_memory_bytes / max(1, most_kept_bytes)
         self._known: dict[object, Stage] = {}
 
-    def stage(self, pieces: Sequence[StagePiece], received_bytes: float) -> Stage:
+    def stage(
+        self,
+        pieces: Sequence[StagePiece],
+        received_bytes: float,
+        tensor_degree: int | None = None,
+        sequence_degree: int = 1,
+        most_choices: int | None = None,
+    ) -> Stage:
+        """A stage on one tensor group, of the layout's size unless another is given; or on a sequence group. With
+        `most_choices`, only so many numbers of recomputed layers, and nothing offloaded."""
+        degree = tensor_degree or self._degree
         facts = tuple(
             (
                 self._profile.graph.metaops[piece.op].cost,
@@ -352,9 +378,9 @@ class _Stages:
             )
             for piece in pieces
         )
-        key = (facts, received_bytes if pieces else 0.0)
+        key = (facts, received_bytes if pieces else 0.0, degree, sequence_degree, most_choices)
         if key not in self._known:
-            self._known[key] = self._cost(pieces, facts, received_bytes)
+            self._known[key] = self._cost(pieces, facts, received_bytes, degree, sequence_degree, most_choices)
         return self._known[key]
 
     def _cost(
@@ -362,6 +388,9 @@ class _Stages:
         pieces: Sequence[StagePiece],
         facts: Sequence[tuple[LayerCost | None, Curve, int, int | None]],
         received_bytes: float,
+        degree: int,
+        sequence_degree: int,
+        most_choices: int | None,
     ) -> Stage:
         """The times of a stage, and its memory choices (DIP §4.3).
 
@@ -376,16 +405,19 @@ class _Stages:
         # recomputed as a whole, which then is no choice.
         ops = [self._profile.graph.metaops[piece.op] for piece in pieces]
         counts = [count for _, _, count, _ in facts]
-        times = [curve.times_s(self._degree) for _, curve, _, _ in facts]
-        weight_times = [curve.weight_time_s(self._degree) for _, curve, _, _ in facts]
+        num_devices = degree * sequence_degree
+        times = [curve.times_s(num_devices) for _, curve, _, _ in facts]
+        weight_times = [curve.weight_time_s(num_devices) for _, curve, _, _ in facts]
         rows = [op.batch_size or 1 for op in ops]
         is_recomputed = [self._setting.recompute[piece.op] for piece in pieces]
         # Bytes that a layer keeps from forward to backward: as it is, and if it is recomputed.
         saved = [
-            saved_bytes(op, count, 1, self._degree, recompute)
+            saved_bytes(op, count, 1, degree, recompute) // sequence_degree
             for op, count, recompute in zip(ops, rows, is_recomputed, strict=True)
         ]
-        recomputed_saved = [saved_bytes(op, count, 1, self._degree, True) for op, count in zip(ops, rows, strict=True)]
+        recomputed_saved = [
+            saved_bytes(op, count, 1, degree, True) // sequence_degree for op, count in zip(ops, rows, strict=True)
+        ]
         # Times of the stage as it is.
         forward_s = sum(count * forward for count, (forward, _) in zip(counts, times, strict=True))
         backward_s = sum(
@@ -430,9 +462,11 @@ class _Stages:
         # pass and the host has memory for.
         copied_bytes = forward_s * self._profile.cluster.kind.host_bytes_per_s
         total = sum(counts)
-        choices = [choice(num_recomputed, 0) for num_recomputed in range(total + 1)]
+        steps = total if most_choices is None else min(total, most_choices - 1)
+        counts_recomputed = [total * number // steps for number in range(steps + 1)]
+        choices = [choice(num_recomputed, 0) for num_recomputed in counts_recomputed]
         num_offloaded = total  # at most; fewer with every layer that is recomputed
-        for num_recomputed in range(total):
+        for num_recomputed in counts_recomputed[:-1] if most_choices is None else ():
             num_offloaded = min(num_offloaded, total - num_recomputed)
             while num_offloaded:
                 candidate = choice(num_recomputed, num_offloaded)
@@ -444,8 +478,9 @@ class _Stages:
         last = ops[-1].cost
         return Stage(
             min(round(weight_s * NS), choice(0, 0).backward_ns - 1),
-            0.0 if last is None else rows[-1] * last.cut_bytes_at(self._degree),
-            max(backward_bytes(op, count, self._degree, True) for op, count in zip(ops, rows, strict=True)),
+            0.0 if last is None else rows[-1] * last.cut_bytes_at(degree),
+            max(backward_bytes(op, count, degree, True) for op, count in zip(ops, rows, strict=True))
+            // sequence_degree,
             _worth_having(choices),
         )
 
@@ -475,7 +510,8 @@ class _Wire:
 
     def __init__(self, profile: Profile, layout: Layout) -> None:
         cluster, degree = profile.cluster, layout.tensor_degree
-        island = [cluster.island_of[layout.devices(0, rank)[0]] for rank in range(layout.num_ranks)]
+        spread = range(layout.num_dedicated, layout.num_ranks)
+        island = [cluster.island_of[layout.devices(0, rank)[0]] for rank in spread]
 
         def between(source: int, target: int) -> tuple[float, float]:
             """Seconds per byte, and before the first."""
@@ -485,9 +521,8 @@ class _Wire:
             slowest = max(1 / inside.link.bytes_per_s, degree / inside.uplink.bytes_per_s)
             return max(slowest, degree / first.uplink.bytes_per_s), max(inside.uplink.latency_s, first.uplink.latency_s)
 
-        ranks = range(layout.num_ranks)
-        self._hops = [between(source, target) for source, target in pairwise(ranks)]
-        self._wrap = between(layout.num_ranks - 1, 0) if layout.num_ranks > 1 else (0.0, 0.0)
+        self._hops = [between(source, target) for source, target in pairwise(range(len(island)))]
+        self._wrap = between(len(island) - 1, 0) if len(island) > 1 else (0.0, 0.0)
 
     def hop_ns(self, rank: int, num_bytes: float) -> int:
         """From a rank to the next."""
@@ -507,10 +542,22 @@ def held_by_ranks(graph: MetaGraph, layout: Layout) -> list[set[int]]:
     for chain in layout.chains:
         counts = zip(chain.modules, chain.num_layers, strict=True)
         places = [(module, layer) for module, count in counts for layer in range(count)]
+        if chain.placement != SPREAD:
+            for rank in ranks_of_whole(layout, chain):
+                held[rank].update(parameter for place in places for parameter in parameters.get(place, ()))
+            continue
         for chunk, (first, last) in enumerate(pairwise(chain.bounds)):
             for place in places[first:last]:
-                held[chunk % layout.num_ranks].update(parameters.get(place, ()))
+                rank = layout.num_dedicated + chunk % layout.num_spread_ranks
+                held[rank].update(parameters.get(place, ()))
     return held
+
+
+def ranks_of_whole(layout: Layout, chain: Chain) -> range:
+    """The pipeline ranks on whose devices a chain stands whole."""
+    if chain.placement == FIRST:
+        return range(1)
+    return range(layout.num_dedicated if chain.placement == DEDICATED else layout.num_ranks)
 
 
 def owning_ranks_in(graph: MetaGraph, layout: Layout) -> dict[int, tuple[int, ...]]:
@@ -523,15 +570,31 @@ def owning_ranks_in(graph: MetaGraph, layout: Layout) -> dict[int, tuple[int, ..
     return {parameter: tuple(sorted(devices)) for parameter, devices in devices_of.items()}
 
 
-def _held(profile: Profile, layout: Layout) -> tuple[Column, Column]:
-    """Bytes of weights, gradients and optimizer on each rank, and the nanoseconds of its optimizer's step."""
+def held_bytes(profile: Profile, layout: Layout) -> tuple[Column, Column]:
+    """Bytes of weights, gradients and optimizer on a device of each rank, and the nanoseconds of its optimizer's step.
+
+    Where a chain stands whole on several groups, they share the optimizer state.
+    """
     graph = profile.graph
+    degree_of: dict[int, int] = {}
+    owners_of: dict[int, int] = {}
+    for chain in layout.chains:
+        degree = chain.tensor_degree or layout.tensor_degree
+        seen: set[tuple[str | None, int]] = set()
+        for op in graph.metaops if chain.placement != SPREAD else ():
+            if op.module in chain.modules and (op.module, op.first_layer) not in seen:
+                seen.add((op.module, op.first_layer))
+                num_groups = len(ranks_of_whole(layout, chain)) * layout.tensor_degree // degree
+                for parameter in (parameter for layer in op.parameters for parameter in layer):
+                    degree_of[parameter] = degree
+                    owners_of[parameter] = num_groups * layout.num_replicas
     static = np.zeros(layout.num_ranks, dtype=np.int64)
     elements = np.zeros(layout.num_ranks)
     for rank, parameters in enumerate(held_by_ranks(graph, layout)):
         for parameter in parameters:
-            static[rank] += state_bytes(graph, parameter, layout.tensor_degree)
+            degree, owners = degree_of.get(parameter, layout.tensor_degree), owners_of.get(parameter, 1)
+            static[rank] += state_bytes(graph, parameter, degree, owners)
             if graph.parameters[parameter].trainable:
-                elements[rank] += graph.parameters[parameter].elements_at(layout.tensor_degree)
+                elements[rank] += graph.parameters[parameter].elements_at(degree) / owners
     moved = elements * graph.numerics.update_bytes / profile.cluster.kind.memory_bytes_per_s
     return static, np.ceil(moved * NS).astype(np.int64)

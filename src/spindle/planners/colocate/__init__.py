@@ -1,0 +1,1 @@
+"""Planner `colocate`: encoders and language model on the same devices (MegaScale-Omni)."""
