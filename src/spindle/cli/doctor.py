@@ -28,7 +28,6 @@ _EXTRAS = {
     "tensorboard": "the TensorBoard writer (spindle-train[tensorboard])",
     "wandb": "the Weights & Biases writer (spindle-train[wandb])",
     "mlflow": "the MLflow writer (spindle-train[mlflow])",
-    "ray": "fleets on Ray (spindle-train[fleet])",
 }
 
 

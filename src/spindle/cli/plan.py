@@ -33,7 +33,8 @@ def plan(
             "--planner",
             metavar="NAME",
             help="wavefront (the default), paper, sequential, distmm, task-level or exhaustive; for a multimodal model "
-            "pipeline (the default), optimus, static, static-sorted, zb-h1, vpp or 1f1b.",
+            "pipeline (the default), colocate, upfront, stage-0, dedicated, optimus, static, static-sorted, zb-h1, vpp "
+            "or 1f1b.",
             show_default=False,
         ),
     ] = None,

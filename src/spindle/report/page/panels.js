@@ -68,19 +68,19 @@ function makeTable(caption, head, rows) {
 
 /** A table of all timelines. @param {Report} report @param {Spans[]} timelines */
 function showOverview(report, timelines) {
-  const fastest = timelines[0];
+  const first = timelines[0];
   const rows = timelines.map((spans) => {
     const { header } = spans, sums = totalOf(report, wholeSums(report, spans));
     const all = header.makespan * header.numRanks || 1;
     const share = (/** @type {string[]} */ ...names) => percent(names.reduce((sum, name) => sum + sums[report.classes.indexOf(name)], 0) / all);
     return [
-      header.name, timeText(header.makespan), header.bound ? `${(header.makespan / header.bound).toFixed(3)} ×` : "–",
-      `${(fastest.header.makespan / header.makespan).toFixed(2)} ×`,
+      header.name, timeText(header.makespan), header.bound ? (header.makespan / header.bound).toFixed(3) : "–",
+      `${(first.header.makespan / header.makespan).toFixed(2)} ×`,
       share("forward", "backward", "recompute"), share("transfer"), share("sync"), share("optimizer"), share("idle"),
     ];
   });
-  byId("overview").replaceChildren(makeTable("", ["", "step", "over bound", "speed", "compute", "send, receive", "synchronise", "optimizer", "idle"], rows));
-  const { workload, cluster, numRanks } = fastest.header;
+  byId("overview").replaceChildren(makeTable("", ["", "step", "× bound", `speedup over ${first.header.name}`, "compute", "send, receive", "synchronise", "optimizer", "idle"], rows));
+  const { workload, cluster, numRanks } = first.header;
   byId("subtitle").textContent = `${workload} on ${numRanks} device${numRanks === 1 ? "" : "s"} (${cluster})`;
 }
 

@@ -663,7 +663,8 @@ function show(report, timelines) {
   byId("controls").addEventListener("submit", (/** @type {Event} */ event) => event.preventDefault());
   byId("whole").addEventListener("click", () => { setRange(null); zoomOut(); });
   scroller.addEventListener("scroll", repaint);
-  new ResizeObserver(resize).observe(scroller);
+  // An observer runs after the animation frames: without painting here, a resized canvas is black for a frame.
+  new ResizeObserver(() => { resize(); paint(); }).observe(scroller);
   for (const query of ["(prefers-color-scheme: dark)", "print"]) {
     matchMedia(query).addEventListener("change", () => { resize(); recolour(); paint(); drawCharts(report); });
   }
