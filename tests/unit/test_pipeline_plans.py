@@ -208,7 +208,7 @@ def test_sorting_microbatches_changes_their_order_and_nothing_else():
 
 def test_an_unknown_planner_is_refused():
     with pytest.raises(
-        InputError, match=r"no planner is called 'gpipe'; there are wavefront, paper.*pipeline, optimus"
+        InputError, match=r"no planner is called 'gpipe'; there are wavefront, paper.*pipeline, colocate.*optimus"
     ):
         make_plan(batch((12,)), "gpipe")
 
