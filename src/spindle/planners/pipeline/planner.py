@@ -29,7 +29,7 @@ from spindle.simulate import simulate
 
 EVALUATIONS = 4000
 _ATTEMPTS = 8
-_EXACT_ATTEMPTS = 3  # that take the excess alone from a budget; later ones take twice, four times as much, and so on
+_EXACT_ATTEMPTS = 3  # that take the excess alone from a budget; later ones take twice, four times as much, ...
 _MARGIN = 1 / 4096  # of a device's memory: taken from an activation budget beyond the excess
 _FIRST_EVALUATIONS = 16  # of a first attempt, which measures how many bytes are in flight between ranks
 
@@ -113,7 +113,7 @@ def fitting_plan(
         excesses = [by_rank[batch.replica] - limit for batch in batches]
         if max(excess.max() for excess in excesses) <= 0 and not is_trial:
             break
-        # The step may hold most at another moment than the schedule alone: then the excess stays while the budget falls.
+        # A step may hold most at another moment than its schedule alone: the excess then stays while the budget falls.
         factor = 1 << max(0, attempt + 1 - _EXACT_ATTEMPTS)
         activation_budgets = [
             _smaller_budget(budget, schedule.peak, factor * excess, batch.segments, int(_MARGIN * limit))
