@@ -206,7 +206,6 @@ class Resize:
 Action = Plan | Start | Stop | Resize
 
 _EVENTS: dict[str, type] = {kind.__name__: kind for kind in Event.__args__}
-_ACTIONS: dict[str, type] = {kind.__name__: kind for kind in Action.__args__}
 
 
 def event_json(event: Event) -> dict[str, Any]:
@@ -214,19 +213,12 @@ def event_json(event: Event) -> dict[str, Any]:
 
 
 def event_from_json(data: Any, where: str) -> Event:
-    return _tagged("event", _EVENTS, data, where)  # type: ignore[no-any-return]
+    if not isinstance(data, dict) or data.get("event") not in _EVENTS:
+        raise InputError(f"{where}: expected an object whose 'event' is one of {', '.join(_EVENTS)}, got {shown(data)}")
+    body = {key: value for key, value in data.items() if key != "event"}
+    event: Event = from_json(_EVENTS[data["event"]], body, where)
+    return event
 
 
 def action_json(action: Action) -> dict[str, Any]:
     return {"action": type(action).__name__, **to_json(action)}
-
-
-def action_from_json(data: Any, where: str) -> Action:
-    return _tagged("action", _ACTIONS, data, where)  # type: ignore[no-any-return]
-
-
-def _tagged(tag: str, kinds: dict[str, type], data: Any, where: str) -> Any:
-    if not isinstance(data, dict) or data.get(tag) not in kinds:
-        raise InputError(f"{where}: expected an object whose {tag!r} is one of {', '.join(kinds)}, got {shown(data)}")
-    body = {key: value for key, value in data.items() if key != tag}
-    return from_json(kinds[data[tag]], body, where)

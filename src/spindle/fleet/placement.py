@@ -16,11 +16,9 @@ Nodes = tuple[tuple[int, int], ...]  # pairs of node and number of devices
 
 @dataclass(slots=True)
 class Placement:
-    """Nodes by job (row) for every job that got new ones; `moved` are those among them that kept their cell, `failed`
-    those for which there was no place."""
+    """Nodes by job (row) for every job that got new ones; `failed` are those for which there was no place."""
 
     nodes: dict[int, Nodes] = field(default_factory=dict)
-    moved: list[int] = field(default_factory=list)
     failed: list[int] = field(default_factory=list)
 
 
@@ -131,7 +129,6 @@ def place(columns: Columns, choice: Iterable[int], held: Iterable[int]) -> Place
     counts = {job: int(columns.count[cells[job]]) for job in waiting}
     for job in sorted(waiting, key=lambda job: (-counts[job], job)):
         _place_job(layout, placement, columns, job, int(columns.kind[cells[job]]), counts[job])
-    placement.moved = [job for job in placement.nodes if cells[job] == holds[job]]
     return placement
 
 

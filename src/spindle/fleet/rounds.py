@@ -81,7 +81,6 @@ def run_round(state: State) -> tuple[State, tuple[Action, ...]]:
         utility=choice.utility,
         bound=choice.bound,
         prices=tuple(KindValue(kind=kind.name, value=float(price)) for kind, price in zip(kinds, choice.prices)),  # noqa: B905
-        num_moved=len(placement.moved),
     )
     after = evolve(
         state,

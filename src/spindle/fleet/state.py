@@ -165,7 +165,6 @@ class RoundReport:
     utility: float = 0.0
     bound: float = 0.0
     prices: tuple[KindValue, ...] = ()
-    num_moved: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
