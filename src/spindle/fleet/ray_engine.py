@@ -141,6 +141,7 @@ class RayEngine:
             )
         except Exception as error:  # Ray raises errors of many kinds
             raise InputError(f"{self.address}: cannot join this Ray ({str(error).splitlines()[0]})") from error
+        self._ray._private.worker._worker_logs_enabled = False  # logs of nodes that die: we say that they do
         self._agent_class = self._ray.remote(RayAgent)
         self._check = self._ray.remote(_versions)
         self._answered_s = time.monotonic()

@@ -131,8 +131,8 @@ class Agent:
             for local, rank in enumerate(ranks):
                 own = {"RANK": str(rank), "LOCAL_RANK": str(local)}
                 passed = descriptors if rank == 0 and descriptors else []
-                if passed:
-                    own[variables.LISTENING] = str(passed[0])
+                if not is_whole:
+                    own[variables.LISTENING] = str(passed[0]) if passed else ""
                 log = log_path(logs, rank)
                 _begin_log(log, part)
                 host.start(rank, command, environment | own, log, True, folder=part.folder, pass_fds=passed)
