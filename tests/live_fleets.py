@@ -46,7 +46,8 @@ class LiveTestFleet:
     # The scheduler.
 
     def up(self) -> None:
-        new = [] if self.store_path.exists() else ["--fake", self._machines, *self._options]
+        machines = ["--fake", self._machines] if self._machines else []
+        new = [] if self.store_path.exists() else [*machines, *self._options]
         log = (self.folder / "scheduler.log").open("ab")
         command = [sys.executable, "-m", "spindle.cli", "fleet", "up", "--store", str(self.store_path), *new]
         self.scheduler = subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT, cwd=self.folder)

@@ -9,11 +9,28 @@ from spindle.cli.fleet.logs import logs
 from spindle.cli.fleet.nodes import nodes
 from spindle.cli.fleet.replay import replay
 from spindle.cli.fleet.resume import resume
+from spindle.cli.fleet.sbatch import sbatch
 from spindle.cli.fleet.simulate import simulate
 from spindle.cli.fleet.status import status
 from spindle.cli.fleet.stop import stop
 from spindle.cli.fleet.submit import submit
 from spindle.cli.fleet.up import up
 
-RUN_A_SCRIPT = (submit,)
-VERBS = (up, submit, status, logs, stop, resume, drain, down, estimate, simulate, compare, explain, nodes, replay)
+RUN_A_SCRIPT = (submit, sbatch)
+VERBS = (
+    up,
+    submit,
+    status,
+    logs,
+    stop,
+    resume,
+    drain,
+    down,
+    sbatch,
+    estimate,
+    simulate,
+    compare,
+    explain,
+    nodes,
+    replay,
+)
