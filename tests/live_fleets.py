@@ -46,13 +46,17 @@ class LiveTestFleet:
     # The scheduler.
 
     def up(self) -> None:
+        """Start the scheduler, and wait until it is up."""
+        self.start()
+        self.wait(self.is_up, "the scheduler is up")
+
+    def start(self) -> None:
         machines = ["--fake", self._machines] if self._machines else []
         new = [] if self.store_path.exists() else [*machines, *self._options]
         log = (self.folder / "scheduler.log").open("ab")
         command = [sys.executable, "-m", "spindle.cli", "fleet", "up", "--store", str(self.store_path), *new]
         self.scheduler = subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT, cwd=self.folder)
         log.close()
-        self.wait(self.is_up, "the scheduler is up")
 
     def is_up(self) -> bool:
         assert self.scheduler is not None
