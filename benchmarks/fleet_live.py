@@ -1,9 +1,9 @@
 """A live fleet on this machine: python benchmarks/fleet_live.py [--kills 50]
 
-Ray with three nodes that do not exist: 3 + 3 devices of one kind, 2 of another. Six real jobs, in float64: one that grows
-and shrinks beside an urgent one, two that share a node, one that moves to the other kind, one that comes late; then a
-node is killed, and comes back. Reported: the parameters of each job against one undisturbed process, how often each was
-resized and moved, seconds from the killed node to the next step, and whether the recorded events give the same
+Ray with three nodes that do not exist: 3 + 3 devices of one kind, 2 of another. Six real jobs, in float64: one that
+grows and shrinks beside an urgent one, two that share a node, one that moves to the other kind, one that comes late;
+then a node is killed, and comes back. Reported: the parameters of each job against one undisturbed process, how often
+each was resized and moved, seconds from the killed node to the next step, and whether the recorded events give the same
 decisions again. Then the scheduler is killed many times, at random moments, beside a long job and short ones that
 arrive meanwhile: which steps were lost or taken twice?
 """
@@ -184,8 +184,8 @@ def main() -> None:
         ],
     )
     text = (
-        f"{table}\n\nThe error is that of the worst tensor against one undisturbed process, in float64. From a killed node "
-        f"to the job's next step: {jobs['recovery_s']:.1f} s. {jobs['num_events']} events gave "
+        f"{table}\n\nThe error is that of the worst tensor against one undisturbed process, in float64. From a killed "
+        f"node to the job's next step: {jobs['recovery_s']:.1f} s. {jobs['num_events']} events gave "
         f"{jobs['num_actions']} actions; replayed, {'the same' if jobs['is_replayed'] else 'DIFFERENT ones'}.\n\n"
         f"A scheduler killed {kills['num_kills']} times at random moments: of {STEADY_STEPS} steps of a job beside it "
         f"{kills['num_missing']} are missing and {kills['num_repeated']} were taken twice, in "
