@@ -13,6 +13,7 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, assert_never
@@ -119,6 +120,7 @@ class LiveFleet:
     _attempts: dict[Key, _Attempt] = field(default_factory=dict)
     _starts: dict[str, _Pending] = field(default_factory=dict)
     _unsaved: deque[_Unsaved] = field(default_factory=deque)
+    _executed: deque[tuple[int, float]] = field(default_factory=deque)  # actions to be confirmed
     _identities: dict[str, str] = field(default_factory=dict)
     _drained: set[str] = field(default_factory=set)
     _planning: dict[tuple[str, Any], int] = field(default_factory=dict)  # actions to confirm
@@ -172,6 +174,7 @@ class LiveFleet:
             if self.state.next_round_s is not None and now_s >= self.state.next_round_s:
                 self._tell(Ticked(time_s=now_s))
             self._start_pending()
+            self._write_executed()
             self._write_progress()
         except StoreError as error:
             self._nag(error)
@@ -224,7 +227,7 @@ class LiveFleet:
                 if key in self._attempts:
                     self._stop(key, entry.number)
                 else:
-                    self.store.confirm(entry.number, self.clock.now_s())
+                    self._confirm(entry.number)
             elif not entry.is_done and isinstance(entry.action, Plan):
                 self._plan(entry.number, entry.action)
         for key, record in records.items():  # that nobody was there to see end
@@ -250,7 +253,11 @@ class LiveFleet:
         """Store the events that have happened, and execute the actions; False if the store cannot be written."""
         while self._unsaved:
             entry = self._unsaved[0]
-            state, actions = schedule(self.state, entry.event)
+            try:
+                state, actions = schedule(self.state, entry.event)
+            except FleetError:  # inconsistent: whoever asked for it is told
+                self._unsaved.popleft()
+                raise
             try:
                 numbers = self.store.append(
                     entry.event, actions, submission=entry.submission, plans=entry.plans, answers=entry.answers
@@ -287,36 +294,44 @@ class LiveFleet:
             case _:
                 assert_never(action)
 
+    def _confirm(self, number: int | None) -> None:
+        """Note that an action was executed; written with the next records."""
+        if number is not None:
+            self._executed.append((number, self.clock.now_s()))
+
+    def _write_executed(self) -> None:
+        while self._executed:
+            self.store.confirm(*self._executed[0])
+            self._executed.popleft()
+
     def _plan(self, number: int, action: Plan) -> None:
         job = self.state.find(action.job)
         bound = None if job is None else job.estimate(action.cell)
         submission = self.store.submission(action.job)
         if bound is None or submission.workload is None:
-            self.store.confirm(number, self.clock.now_s())
+            self._confirm(number)
             return
         self._planning[action.job, action.cell] = number
         self.planner.request(action.job, submission.workload, self.state.fleet, bound)
 
     def _planned(self, planned: PlannedCell) -> None:
-        if planned.plan:
-            self.store.write_plan(planned.job, planned.estimate.cell, planned.plan, planned.profile)
+        cell = planned.estimate.cell
         if planned.error:
-            self.notify(f"{planned.job} cannot be planned on {planned.estimate.cell.text}: {planned.error}")
-        self._tell(Estimated(time_s=self.clock.now_s(), job=planned.job, estimates=(planned.estimate,)))
-        number = self._planning.pop((planned.job, planned.estimate.cell), None)
-        if number is not None:
-            self.store.confirm(number, self.clock.now_s())
+            self.notify(f"{planned.job} cannot be planned on {cell.text}: {planned.error}")
+        plans = (StoredPlan(cell=cell, plan=planned.plan, profile=planned.profile),) if planned.plan else ()
+        event = Estimated(time_s=self.clock.now_s(), job=planned.job, estimates=(planned.estimate,))
+        self._tell(event, plans=plans)
+        self._confirm(self._planning.pop((planned.job, cell), None))
 
     def _stop_action(self, number: int | None, job: str, attempt: int) -> None:
         pending = self._starts.get(job)
         if pending is not None and pending.action.attempt == attempt:  # it never began
             del self._starts[job]
-            self.store.confirm(pending.number, self.clock.now_s())
+            self._confirm(pending.number)
         elif (job, attempt) in self._attempts:
             self._stop((job, attempt), number)
             return
-        if number is not None:
-            self.store.confirm(number, self.clock.now_s())
+        self._confirm(number)
 
     def _stop(self, key: Key, number: int | None) -> None:
         attempt = self._attempts[key]
@@ -392,7 +407,7 @@ class LiveFleet:
 
     def _confirm_start(self, attempt: _Attempt, phase: str) -> None:
         if attempt.start_action is not None and phase in ("running", ENDED):
-            self.store.confirm(attempt.start_action, self.clock.now_s())
+            self._confirm(attempt.start_action)
             attempt.start_action = None
 
     def _progressed(self, attempt: _Attempt, report: AttemptReport, now_s: float) -> None:
@@ -453,7 +468,7 @@ class LiveFleet:
         pending = self._starts.pop(job, None)
         if pending is None:
             return None
-        self.store.confirm(pending.number, self.clock.now_s())
+        self._confirm(pending.number)
         return pending.action.attempt
 
     def _note_end(self, attempt: _Attempt, outcome: str) -> None:
@@ -478,10 +493,10 @@ class LiveFleet:
         self.engine.discard(key)
         if attempt is None:
             return
-        self.store.write_attempts([attempt.record])
-        for number in (attempt.start_action, attempt.stop_action):
-            if number is not None:
-                self.store.confirm(number, self.clock.now_s())
+        with suppress(StoreError):  # for people only
+            self.store.write_attempts([attempt.record])
+        self._confirm(attempt.start_action)
+        self._confirm(attempt.stop_action)
 
     def _write_progress(self) -> None:
         if time.monotonic() >= self._next_write_s and self._attempts:
@@ -565,7 +580,6 @@ class LiveFleet:
             except (FleetError, InputError) as error:
                 if isinstance(error, StoreError | EngineLostError):
                     raise
-                self._unsaved.clear()
                 self.store.answer_command(command.number, f"error: {error}")
 
     def _handle(self, command: Command) -> None:
@@ -634,6 +648,7 @@ class LiveFleet:
         for name in self.state.fleet.node_names:
             if name not in self.state.unavailable:
                 self._node_lost(name)
+        self._write_executed()
         if self._down_command is not None:
             self.store.answer_command(self._down_command, "ok")
         self.is_down = True

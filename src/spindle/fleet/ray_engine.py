@@ -171,6 +171,7 @@ class RayEngine:
             self._answered_s = time.monotonic()
         elif time.monotonic() - self._answered_s > _HEAD_LOST_S:
             self._lost_s = time.monotonic()
+            self._attempts.clear()  # no call would return
             raise EngineLostError(
                 f"Ray's head at {self.address} has not answered for {_HEAD_LOST_S:.0f} s; agents save checkpoints, and "
                 "all jobs resume when there is a cluster again"
@@ -209,7 +210,8 @@ class RayEngine:
     # Attempts.
 
     def adopt(self) -> Sequence[Key]:
-        util, found = self._ray.util, {}
+        util = self._ray.util
+        found: dict[Key, dict[int, str]] = {}
         for name in util.list_named_actors():
             parts = name.removeprefix(self._prefix).rsplit("/", 2)
             if name.startswith(self._prefix) and len(parts) == 3:
@@ -401,7 +403,6 @@ class RayEngine:
     def recover(self) -> bool:
         assert self._lost_s is not None
         if self._ray.is_initialized():
-            self._attempts.clear()
             self._ray.shutdown()
         if self.local is None:
             if not is_listening(self.address):

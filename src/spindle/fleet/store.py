@@ -256,7 +256,7 @@ class Store:
         plans: Iterable[StoredPlan] = (),
         answers: Iterable[tuple[int, str]] = (),
     ) -> list[int]:
-        """Append an event with the scheduler's actions, the submission of a new job with plans that it has already, and
+        """Append an event with the scheduler's actions, the submission of a new job, plans of the event's job and
         answers to commands, all or nothing. Returns the numbers of the actions."""
         with self._transaction() as cursor:
             body = _dump(event_json(event))
@@ -265,12 +265,12 @@ class Store:
             for action in actions:
                 row = (number, _dump(action_json(action)))
                 numbers.append(cursor.execute("INSERT INTO actions (event, body) VALUES (?, ?)", row).lastrowid or 0)
+            job = getattr(event, "job", "")
+            name = job if isinstance(job, str) else job.name
             if submission is not None:
-                name = event.job.name  # type: ignore[union-attr]
                 cursor.execute("INSERT INTO jobs VALUES (?, ?)", (name, _dump(to_json(submission))))
-                for stored in plans:
-                    row = (name, stored.cell.kind, stored.cell.num_devices, stored.plan, stored.profile)
-                    cursor.execute("INSERT OR REPLACE INTO plans VALUES (?, ?, ?, ?, ?)", row)
+            rows = [(name, each.cell.kind, each.cell.num_devices, each.plan, each.profile) for each in plans]
+            cursor.executemany("INSERT OR REPLACE INTO plans VALUES (?, ?, ?, ?, ?)", rows)
             _answer(cursor, answers)
             return numbers
 
@@ -338,11 +338,6 @@ class Store:
         if row is None:
             raise InputError(f"{self.path}: no job is called {job!r}; `spindle fleet status` lists them")
         return from_json(Submission, json.loads(row[0]), f"{self.path}: job {job!r}")
-
-    def write_plan(self, job: str, cell: Cell, plan: str, profile: str) -> None:
-        with self._transaction() as cursor:
-            row = (job, cell.kind, cell.num_devices, plan, profile)
-            cursor.execute("INSERT OR REPLACE INTO plans VALUES (?, ?, ?, ?, ?)", row)
 
     def plan(self, job: str, cell: Cell) -> tuple[str, str] | None:
         """A cell's plan and profile, as JSON, if it was planned."""

@@ -371,13 +371,15 @@ def join_world() -> World:
     return World(dist.get_rank(), dist.get_world_size(), device)
 
 
-def _tcp_store(size: int, descriptor: str) -> dist.TCPStore:
+def _tcp_store(size: int, descriptor: str) -> Any:
     """The store of ranks on several nodes. Rank 0 listens on a socket that was bound before, with this descriptor, so
     that no other process could take its port."""
     address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
     if not descriptor:
-        return dist.TCPStore(address, port, size, is_master=False)
-    return dist.TCPStore(address, port, size, is_master=True, master_listen_fd=int(descriptor))
+        return dist.TCPStore(address, port, size, is_master=False)  # type: ignore[attr-defined]
+    return dist.TCPStore(  # type: ignore[attr-defined]
+        address, port, size, is_master=True, master_listen_fd=int(descriptor)
+    )
 
 
 def _watch_ranks() -> None:

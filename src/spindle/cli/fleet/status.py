@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from spindle.cli.fleet.options import STORE, StoreFile
 from spindle.cli.options import AsJson
 
@@ -26,7 +28,7 @@ def status(store: StoreFile = STORE, as_json: AsJson = False) -> None:
         newest = {record.job: record for record in opened.attempts()}
         pending = [command.body for command in opened.pending()]
     jobs = [*state.jobs, *state.ended]
-    rows = []
+    rows: list[dict[str, Any]] = []
     for job in jobs:
         record = newest.get(job.name)
         cell = None if job.allocation is None else job.allocation.cell

@@ -57,6 +57,7 @@ def up(
     spindle fleet up --address 10.0.0.1:6379 --store team.db
     """
     import signal
+    from contextlib import suppress
 
     from spindle.cli.terminal import notice
     from spindle.errors import InputError
@@ -65,6 +66,10 @@ def up(
     from spindle.fleet.policies import policy_named
     from spindle.fleet.state import SchedulerOptions
     from spindle.fleet.store import Store, network_file_system
+
+    def say(text: str) -> None:
+        with suppress(OSError):  # a full disk must not end the scheduler
+            print(text, flush=True)
 
     if store.exists():
         if fake or address or fleet:
@@ -88,17 +93,17 @@ def up(
         if kind := network_file_system(store):
             notice(f"{store} is on a network file system ({kind}): it is written without a write-ahead log, slower")
         machines = open_engine(opened)
-        live = LiveFleet(store=opened, engine=machines, grace_s=grace, notify=lambda text: print(text, flush=True))
+        live = LiveFleet(store=opened, engine=machines, grace_s=grace, notify=say)
         received: list[int] = []
         for number in (signal.SIGINT, signal.SIGTERM):
             signal.signal(number, lambda number, _: received.append(number))
-        print(f"{opened.fleet.cluster.name}: {opened.fleet.cluster.num_devices} devices; store {store}", flush=True)
+        say(f"{opened.fleet.cluster.name}: {opened.fleet.cluster.num_devices} devices; store {store}")
         try:
             live.run(lambda: bool(received))
         finally:
             live.close()
             machines.close(end_machines=live.is_down)
         if live.is_down:
-            print("the fleet is down; `spindle fleet up` resumes its jobs")
+            say("the fleet is down; `spindle fleet up` resumes its jobs")
         else:
-            print("the scheduler has ended; training continues (`spindle fleet up`, `spindle fleet down`)")
+            say("the scheduler has ended; training continues (`spindle fleet up`, `spindle fleet down`)")
