@@ -51,7 +51,7 @@ def six_jobs(folder: Path) -> dict[str, Any]:
     """Two are resized, one moves to another kind, one is urgent; a node is killed."""
     machines = fleet_file(folder / "fleet.toml", a100=(3, 3), l40s=(2,))
     fleet = LiveTestFleet(folder, str(machines), "--interval", "2", "--reallocation", "2")
-    lengths = {"mover": 160, "wide": 240, "pair": 200, "urgent": 40, "small": 60, "late": 40}
+    lengths = {"mover": 160, "wide": 700, "pair": 400, "urgent": 40, "small": 60, "late": 40}
     folders: dict[str, Path] = {}
 
     def submit(name: str, *options: str) -> None:
