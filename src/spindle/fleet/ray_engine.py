@@ -119,6 +119,7 @@ class RayEngine:
         self.address, self.local, self._local_nodes = address, local, tuple(local_nodes)
         self._remember = remember  # called with the Ray that was started anew
         self._attempts: dict[Key, _RayAttempt] = {}
+        self._alive: dict[str, NodeStatus] = {}
         self._ids: dict[str, str] = {}  # of nodes, by name
         self._hosts: dict[str, str] = {}
         self._checks: dict[str, Any] = {}  # of nodes, by id
@@ -149,7 +150,8 @@ class RayEngine:
     # Nodes.
 
     def nodes(self) -> Mapping[str, NodeStatus]:
-        self._ping()
+        if not self._answers():
+            return self._alive  # other calls would wait for the head
         draining = self._draining()
         alive = {}
         for node in self.alive_nodes():
@@ -160,22 +162,26 @@ class RayEngine:
             self._ids[name], self._hosts[name] = identity, node["NodeManagerAddress"]
             has_passed = self._has_passed(identity, name)
             alive[name] = NodeStatus(identity=identity, is_checked=has_passed, drain_s=draining.get(identity))
+        self._alive = alive
         return alive
 
     def alive_nodes(self) -> list[dict[str, Any]]:
         """The nodes that Ray says are alive, as it describes them."""
         return [node for node in self._ray.nodes() if node["Alive"]]
 
-    def _ping(self) -> None:
+    def _answers(self) -> bool:
+        """Whether the head answers now; raises when it has not for some time."""
         if _cluster_answers():
             self._answered_s = time.monotonic()
-        elif time.monotonic() - self._answered_s > _HEAD_LOST_S:
+            return True
+        if time.monotonic() - self._answered_s > _HEAD_LOST_S:
             self._lost_s = time.monotonic()
             self._attempts.clear()  # no call would return
             raise EngineLostError(
                 f"Ray's head at {self.address} has not answered for {_HEAD_LOST_S:.0f} s; agents save checkpoints, and "
                 "all jobs resume when there is a cluster again"
             )
+        return False
 
     def _draining(self) -> dict[str, float]:
         """Nodes that Ray has told to leave, with the seconds that are left."""

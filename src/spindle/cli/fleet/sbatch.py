@@ -35,7 +35,7 @@ def sbatch(
     spindle fleet sbatch --devices 4 -o train.sh train.py
     """
     from spindle.artifact import write_atomically
-    from spindle.cli.terminal import refuse_outputs, show_text
+    from spindle.cli.terminal import refuse_outputs, show, show_text
     from spindle.errors import InputError
     from spindle.fleet.slurm_engine import BatchScript
 
@@ -54,3 +54,4 @@ def sbatch(
         show_text(batch.text)
     else:
         write_atomically(output, batch.text)
+        show(f"wrote {output}; submit it with: sbatch {output}")
