@@ -147,11 +147,21 @@ def test_random_workloads_give_the_same_when_replayed(pool, seed):
     )
 
 
-@pytest.mark.parametrize("plan", ["plan 3 lanes", "plan 4"])
+@pytest.mark.parametrize("plan", ["plan 3 lanes", "plan 3 weight lanes", "plan 4"])
 def test_whole_steps_of_a_rank_alone_are_one_graph(pool, plan):
     answers = pool.run(1, compare_steps, "random 4", plan, REPLAYED_STEPS, SMALL_CHUNKS, captures=True)
     assert_replayed(answers)
     assert answers[0].has_step_graph
+
+
+# Weight gradients are graphs of their own, in one graph for the whole step or in one for each slot.
+@pytest.mark.parametrize("step_graphs", [True, False])
+@pytest.mark.parametrize("seed", chosen([0, 3, 5], *[1, 2, 4, 7, *range(8, 18)]))
+def test_weight_lanes_give_the_same_when_replayed(pool, seed, step_graphs):
+    arguments = f"random {seed}", f"plan {seed} weight lanes", REPLAYED_STEPS, SMALL_CHUNKS
+    answers = pool.run(1, compare_steps, *arguments, captures=True, step_graphs=step_graphs)
+    assert_replayed(answers)
+    assert not answers[0].has_step_graph or step_graphs
 
 
 def accumulate_over_other_tasks(rank: int, num_ranks: int) -> tuple[bool, list[str]]:

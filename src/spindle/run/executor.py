@@ -97,6 +97,7 @@ class Executor:
             is_enabled=captures,
             communicates=world.size > 1,
             num_lanes=program.plan.num_lanes,
+            has_weight_lanes=any(slot.has_weight_lane for slot in program.plan.slots),
         )
         self.offload = HostOffload(world.device, offload_copies(program, world.rank))
         self._place_of = {position: place for place, position in enumerate(self._rank_program.compute)}
@@ -232,7 +233,9 @@ class Executor:
             step_graph = StepGraph(list(factors), self.world.device)
             step_graph.set_factors(factors, step.loss_scale)
             # In a step of its own, because a capture that fails leaves its state behind.
-            failure = graphs.capture_step(step_graph, lambda watch: self._run_passes(step.fork(), watch))
+            failure = graphs.capture_step(
+                step_graph, lambda watch: self._run_passes(step.fork(), watch), self._lanes_of_device
+            )
             for parameter in self._syncs.trained:
                 parameter.grad = before.get(id(parameter))
             if failure is not None:
