@@ -156,7 +156,7 @@ def test_whole_steps_of_a_rank_alone_are_one_graph(pool, plan):
 
 # Weight gradients are graphs of their own, in one graph for the whole step or in one for each slot.
 @pytest.mark.parametrize("step_graphs", [True, False])
-@pytest.mark.parametrize("seed", chosen([0, 3, 5], *[1, 2, 4, 7, *range(8, 18)]))
+@pytest.mark.parametrize("seed", chosen([0, 3, 5], *[1, 2, 4, 7, 9, 12]))
 def test_weight_lanes_give_the_same_when_replayed(pool, seed, step_graphs):
     arguments = f"random {seed}", f"plan {seed} weight lanes", REPLAYED_STEPS, SMALL_CHUNKS
     answers = pool.run(1, compare_steps, *arguments, captures=True, step_graphs=step_graphs)

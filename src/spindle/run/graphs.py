@@ -421,7 +421,7 @@ class Graphs:
     def _capturing(self, graph: torch.cuda.CUDAGraph, lane: int) -> Iterator[None]:
         """Capture the current stream with memory of a lane."""
         pool = self._memory.of_lane(lane)
-        with _own_workspaces() if self._memory.has_weight_lanes else nullcontext(), capturing(graph, pool):
+        with own_workspaces() if self._memory.has_weight_lanes else nullcontext(), capturing(graph, pool):
             yield
 
     def _capture_backward(
@@ -605,7 +605,7 @@ def capturing(graph: torch.cuda.CUDAGraph, pool: Any, draws_from: torch.Generato
 
 
 @contextmanager
-def _own_workspaces() -> Iterator[None]:
+def own_workspaces() -> Iterator[None]:
     """Inside, cuBLAS allocates its workspaces anew, in the memory of the graph that is captured."""
     if torch.cuda.is_available():
         torch._C._cuda_clearCublasWorkspaces()
