@@ -333,6 +333,19 @@ class Executor:
         return self.graph_cache.refused
 
     @property
+    def without_weight_lane(self) -> dict[str, str]:
+        """Why weight gradients run on the lane of their slot on a GPU, though the plan has another for them, by
+        slot."""
+        if self.world.device.type != "cuda":
+            return {}
+        planned = [slot.name for slot in self._rank_program.slots.values() if slot.lane != slot.weight_lane]
+        if not self.graph_cache.is_enabled:
+            return dict.fromkeys(planned, "CUDA graphs are off")
+        every = self.graph_cache.refused.get("every slot")
+        refused = {name: self.graph_cache.refused.get(name, every) for name in planned}
+        return {name: reason for name, reason in refused.items() if reason is not None}
+
+    @property
     def has_step_graph(self) -> bool:
         """Whether whole steps run as one CUDA graph."""
         return self.graph_cache.has_step_graph
