@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 import statistics
 import time
+import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
@@ -180,8 +181,15 @@ def split_of(work: Work) -> SplitGraphed | None:
         return SplitGraphed(work, compute_stream())
     except torch.OutOfMemoryError:
         raise
-    except Exception:  # as in `warmed`
+    except Exception as error:  # as in `warmed`
         torch.cuda.synchronize()
+        cause = error.__context__ or error
+        warnings.warn(
+            f"weight gradients stay beside input gradients, which could not be measured apart: "
+            f"{type(cause).__name__}: {(str(cause).splitlines() or [''])[0]}",
+            RuntimeWarning,
+            stacklevel=2,
+        )
         return None
 
 

@@ -112,7 +112,8 @@ class _Pool:
     def __init__(self, reserves: bool) -> None:
         """The pool begins as one block if it `reserves`, as large as the peak of activations so far: blocks that are
         allocated one by one fragment, because what one round frees is too small for a tensor of the next."""
-        self.handle, self._anchor = torch.cuda.graph_pool_handle(), torch.cuda.CUDAGraph()
+        self.handle: Any = torch.cuda.graph_pool_handle()
+        self._anchor: torch.cuda.CUDAGraph | None = torch.cuda.CUDAGraph()
         num_bytes = torch.cuda.max_memory_allocated() - torch.cuda.memory_allocated()
         try:
             # An empty graph, even if nothing is reserved: torch counts the graphs of a pool, which must not be left
@@ -540,8 +541,8 @@ class Graphs:
 
     @contextmanager
     def _captured_child(self, whole: ComposedGraph, number: int, lane: int, needs: frozenset[int]) -> Iterator[None]:
-        """Capture an instruction as a child graph, with memory of its lane. All are captured on one stream: which ones
-        run at the same time follows from what they need."""
+        """Capture an instruction as a child graph, with memory of its lane. Which ones run at the same time follows
+        from what they need, not from the streams on which they are captured."""
         child = torch.cuda.CUDAGraph(keep_graph=True)
         with self._capturing(child, lane):
             yield

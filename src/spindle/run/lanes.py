@@ -15,7 +15,7 @@ On CPUs lanes are only an order.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import cache
 from typing import Any
 
@@ -39,6 +39,7 @@ class Lanes:
         self._is_on = world.device.type == "cuda" and program.plan.num_lanes > 1
         self._streams: list[torch.cuda.Stream] = []
         self._lane_at: dict[int, int] = {}  # by instruction
+        self._slot_lane_at: dict[int, int] = {}  # by instruction: the lane of its slot, where autograd launches it
         self._waits: dict[int, list[int]] = {}  # by instruction: those of other lanes that it needs
         self._events: dict[int, torch.cuda.Event] = {}
         self._record: Record | None = None
@@ -56,10 +57,11 @@ class Lanes:
             match program.instructions[position]:
                 case Backward(slot=slot, makes_inputs=False):
                     self._lane_at[position] = program.plan.slots[slot].lane_of_weights
+                    self._slot_lane_at[position] = self._lane_of[slot]
                 case Forward(slot=slot) | Backward(slot=slot):
-                    self._lane_at[position] = self._lane_of[slot]
+                    self._lane_at[position] = self._slot_lane_at[position] = self._lane_of[slot]
                 case _:
-                    self._lane_at[position] = 0
+                    self._lane_at[position] = self._slot_lane_at[position] = 0
         for before, after in needed_pairs(program).tolist():
             if before in self._lane_at and after in self._lane_at and self._lane_at[before] != self._lane_at[after]:
                 self._waits.setdefault(after, []).append(before)
@@ -76,7 +78,8 @@ class Lanes:
             lane = self._lane_at[position]
             needs = frozenset(self._waits.get(position, ())) & self._recorded
             needs |= {self._last_on[lane]} if lane in self._last_on else set()
-            with self._record(position, lane, needs):
+            stream = self._streams[self._slot_lane_at[position]] if self._is_on else None
+            with nullcontext() if stream is None else torch.cuda.stream(stream), self._record(position, lane, needs):
                 yield
             self._recorded.add(position)
             self._last_on[lane] = position
@@ -94,8 +97,8 @@ class Lanes:
 
     @contextmanager
     def recording(self, record: Record) -> Iterator[None]:
-        """Inside, an instruction runs in `record(instruction, lane, needed)` instead of on the stream of its lane;
-        `needed` are those that it follows on its lane or waits for, of those recorded before."""
+        """Inside, an instruction runs in `record(instruction, lane, needed)`, on the stream of its slot; `needed`
+        are those that it follows on its lane or waits for, of those recorded before."""
         self._record, self._last_on, self._recorded = record, {}, set()
         try:
             yield
