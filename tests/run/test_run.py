@@ -137,6 +137,16 @@ def test_every_kind_of_module_gives_the_same_when_replayed(pool, kind):
     assert_replayed(answers, allowed=("random", "counts", *(("capturing",) if kind == "experts" else ())))
 
 
+@pytest.mark.parametrize("num_ranks", [1, 3])
+def test_custom_kernels_see_real_tensors_only(pool, num_ranks):
+    """A Triton kernel on a GPU, captured; on a CPU, where a replay would not see it, a copy through addresses."""
+    arguments = (num_ranks, compare_steps, "kernel tokens", "plan 3", REPLAYED_STEPS)
+    if on_gpu():
+        assert_replayed(pool.run(*arguments, captures=True))
+    else:
+        assert_same(pool.run(*arguments))
+
+
 @pytest.mark.parametrize("seed", [0, 1, 2, 3, 4, 5, 7])  # 6 has hardly two batches of the same shapes
 def test_random_workloads_give_the_same_when_replayed(pool, seed):
     chunk_bytes = SMALL_CHUNKS if seed % 2 else 64e6

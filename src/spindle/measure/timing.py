@@ -150,15 +150,17 @@ class _Eager:
 class Graphed:
     def __init__(self, passes: _Eager, stream: torch.cuda.Stream) -> None:
         self._forward, self._backward = torch.cuda.CUDAGraph(), torch.cuda.CUDAGraph()
-        pool = torch.cuda.graph_pool_handle()
+        self.buffers = passes.buffers
         stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(stream):
             # Layers that draw random numbers are captured in a step, too.
-            with capturing(self._forward, pool, torch.Generator(device="cuda")):
+            with capturing(self._forward, torch.cuda.graph_pool_handle(), torch.Generator(device="cuda")):
                 passes.forward()
             self._has_backward = bool(passes.outputs)
             if self._has_backward:
-                with capturing(self._backward, pool):
+                # In the forward's pool, it would write over what the forward saved: replayed again without a forward,
+                # it would take arbitrary bytes for the indices of an embedding or of a loss.
+                with capturing(self._backward, torch.cuda.graph_pool_handle()):
                     passes.backward()
         torch.cuda.current_stream().wait_stream(stream)
 
