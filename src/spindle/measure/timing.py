@@ -228,6 +228,7 @@ class SplitGraphed:
                 self._parts = input_parts(pieces, gradients, work.leaves)
             with own_workspaces(), capturing(weights, torch.cuda.graph_pool_handle()):
                 self._computed = [part.gradients(work.parameters) for part in self._parts]
+        self._read = pieces, gradients  # by replays
         torch.cuda.current_stream().wait_stream(stream)
         for graph in self._graphs:
             graph.replay()
