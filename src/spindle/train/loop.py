@@ -312,6 +312,7 @@ class Loop:
                     micro_step=run.micro_step,
                     held={name: batch.held for name, batch in read.items() if batch.held is not None},
                     cuts=run.cuts,
+                    lengths=run.lengths,
                     loss_scale=None if update.loss_scale is None else update.loss_scale.scale,
                     check_losses=run.checks_losses and not checked.issuperset(variants),
                     timed=is_timed,

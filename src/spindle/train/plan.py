@@ -5,6 +5,7 @@ Rank 0 plans; all ranks lower the plan, and compare their programs.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
@@ -14,14 +15,16 @@ from spindle.errors import PlanError, ProfileError, SpindleError, TrainingError
 from spindle.graph import MetaGraph
 from spindle.models import builtin_tp_plan
 from spindle.plan import Plan, check, parse_plan, read_plan
-from spindle.planners import Layout, PlanOptions, make_plan, owning_ranks_in, pipeline_layout
+from spindle.planners import SPREAD, Layout, PlanOptions, choose_colocation, make_plan, owning_ranks_in, pipeline_layout
 from spindle.profile import Contention, Profile
 from spindle.program import Program, lower, verify
 from spindle.run import World
 from spindle.train.agreement import compare
 from spindle.train.analyze import AnalyzedWorkload
-from spindle.train.config import TrainConfig
-from spindle.train.microbatches import on_one_device
+from spindle.train.config import PIPELINE, TrainConfig
+from spindle.train.item_parts import WHOLE_CALLS, BatchItems, PartSettings, groups_of_ops, item_code, item_lengths
+from spindle.train.items import lengths_in
+from spindle.train.microbatches import Key, on_one_device, step_graph, without_values
 from spindle.train.progress import Progress
 from spindle.train.trial import why_not_sharded
 
@@ -40,6 +43,8 @@ class PlannedWorkload:
     plan: Plan
     program: Program
     layout: Layout | None = None
+    step_planner: str = PIPELINE  # of each step, where it has a layout
+    parts: PartSettings | None = None  # of item calls, where encoders stand whole
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -69,8 +74,9 @@ def plan_workload(
     world: World,
     progress: Progress,
     notify: Callable[[str], None],
+    examples: Mapping[str, Any],
 ) -> PlannedWorkload:
-    """Plan, and lower the plan to a program that is verified."""
+    """Plan, and lower the plan to a program that is verified. `examples` has a batch of each task variant."""
     planning = config.planning
     if planning.memory_limit_bytes is not None:
         cluster = profile.cluster.with_memory(int(_PLANNED_MEMORY * planning.memory_limit_bytes))
@@ -81,10 +87,11 @@ def plan_workload(
     if degrees:
         profile = _with_degrees(profile, workload, degrees)
     layout: Layout | None = None
+    parts: PartSettings | None = None
     if planning.is_pipelined:
         profile = on_one_device(profile)  # stages have one device each
         with progress.bar("planning"):
-            layout, plan = _pipeline_plan(profile, config, world)
+            layout, parts, plan = _pipeline_plan(workload, profile, config, world, examples)
     else:
         with progress.bar("planning") as report_share:
             plan = _shared_plan(workload, profile, config, world, report_share, notify)
@@ -95,7 +102,10 @@ def plan_workload(
     program = lower(plan, profile, owning_ranks=owning_ranks)
     compare(world, {"the workload": workload.bound.workload, "the profile": profile, **_program_items(program)})
     _verify(program, profile, world)
-    return PlannedWorkload(profile=profile, plan=plan, program=program, layout=layout)
+    step_planner = PIPELINE if parts is None else str(planning.planner)
+    return PlannedWorkload(
+        profile=profile, plan=plan, program=program, layout=layout, step_planner=step_planner, parts=parts
+    )
 
 
 def program_for_rows(planned: PlannedWorkload, rows: Mapping[str, int], world: World) -> Program:
@@ -124,16 +134,83 @@ def _program_items(program: Program) -> dict[str, Any]:
     return {"the plan": program.plan, "the program": columns}
 
 
-def _pipeline_plan(profile: Profile, config: TrainConfig, world: World) -> tuple[Layout, Plan]:
-    """Rank 0's placement of chunks, on all ranks, with a plan of one microbatch of each task variant."""
-    placed: tuple[Layout, Plan] | None = None
+def _pipeline_plan(
+    workload: AnalyzedWorkload, profile: Profile, config: TrainConfig, world: World, examples: Mapping[str, Any]
+) -> tuple[Layout, PartSettings | None, Plan]:
+    """Rank 0's placement of chunks, on all ranks, with a plan of one microbatch of each task variant; and how item
+    calls become parts, where encoders stand whole."""
+    planning = config.planning
+    num_ranks = planning.pipeline_parallel_degree or world.size
+    measured = {
+        name: BatchItems(without_values(examples[name]), lengths_in(task.recorded.definition, examples[name]))
+        for name, task in workload.bound.tasks.items()
+    }
+    placed: tuple[Layout, int | None, Plan] | None = None
     if world.rank == 0:
-        layout = pipeline_layout(profile, config.planning.pipeline_parallel_degree or world.size)
+        planner, part_tokens = PIPELINE, None
+        if planning.planner == PIPELINE:
+            layout = pipeline_layout(profile, num_ranks)
+        else:
+            layout, part_tokens = _choose_colocation(workload, profile, config, num_ranks, measured)
+            planner = PIPELINE if part_tokens is None else str(planning.planner)
         options = PlanOptions(seed=config.seed, evaluations=1, layouts=(layout,))
-        placed = layout, make_plan(profile, "pipeline", options)
+        placed = layout, part_tokens, make_plan(profile, planner, options)
     placed = world.broadcast_object(placed)
     assert placed is not None
-    return placed
+    layout, part_tokens, plan = placed
+    return layout, None if part_tokens is None else PartSettings(part_tokens, measured), plan
+
+
+def _choose_colocation(
+    workload: AnalyzedWorkload,
+    profile: Profile,
+    config: TrainConfig,
+    num_ranks: int,
+    measured: Mapping[str, BatchItems],
+) -> tuple[Layout, int | None]:
+    """Where encoders stand and how large parts are, chosen on a step of first batches; None for the size of parts where
+    the modules are best spread over ranks like all others."""
+    planner, graph, code = str(config.planning.planner), workload.graph, workload.code
+    positions = range(len(graph.metaops))
+    sizes = []  # of the items of each microbatch together
+    for group in groups_of_ops(graph, code, positions):
+        known = item_code(code[group[0]])
+        assert known is not None
+        sizes.append(sum(item_lengths(known, measured[graph.metaops[group[0]].task])))
+    sizes = [size for size in sizes if size]
+    if not sizes and planner != "colocate":
+        raise PlanError(
+            f'spindle.Planning(planner="{planner}"): places the modules that read items alone, and no task has such a '
+            'call; declare them with @spindle.task(items={...}), or take planner="pipeline"'
+        )
+    # Each micro-step has every task once, in one of its variants, which take turns.
+    variants: dict[int, list[str]] = {}  # by the function of the task
+    for name, task in workload.bound.tasks.items():
+        variants.setdefault(id(task.recorded.definition.function), []).append(name)
+    rows = {name: task.recorded.definition.batch_size for name, task in workload.bound.tasks.items()}
+    key: Key = tuple(
+        tuple((names[step % len(names)], rows[names[step % len(names)]], 0) for names in variants.values())
+        for step in range(max(config.gradient_accumulation_steps, *map(len, variants.values())))
+    )
+    counts = dict.fromkeys(rows, 1)
+    scales: dict[tuple[str, int], dict[int, float]] = {(name, 0): {} for name in rows}
+    batches = {(name, 0): batch for name, batch in measured.items()}
+
+    def step_profile(part_tokens: int | None) -> Profile:
+        parts = None if part_tokens is None else PartSettings(part_tokens, measured)
+        return step_graph(key, profile, code, scales, None, counts, batches, parts).profile
+
+    in_parts: dict[int, Profile] = {}
+    if sizes:
+        mean = sum(sizes) / len(sizes)
+        for part_tokens in (WHOLE_CALLS, *(max(1, math.ceil(mean / share)) for share in (num_ranks, 2 * num_ranks))):
+            in_parts.setdefault(part_tokens, step_profile(part_tokens))
+    whole = in_parts.get(WHOLE_CALLS)
+    part_profiles = [] if whole is None else [whole, *in_parts.values()]
+    chosen, layout = choose_colocation(planner, part_profiles, [step_profile(None)], num_ranks, shards_optimizer=False)
+    if all(chain.placement == SPREAD for chain in layout.chains):
+        return layout, None
+    return layout, next(part_tokens for part_tokens, candidate in in_parts.items() if candidate is chosen)
 
 
 def _with_degrees(profile: Profile, workload: AnalyzedWorkload, degrees: Mapping[str, int]) -> Profile:

@@ -127,11 +127,12 @@ class TrainSession:
         workload, config, world = profiled.workload, self.config, self.world
         config = self.saved_planning.applied_to(config, workload.graph, profiled.profile, world.size)
         self.saved_planning = replace(self.saved_planning, plan=None)  # for the first plan only
-        planned = plan_workload(workload, profiled.profile, config, world, self.progress, self.notify)
+        examples = self._examples()
+        planned = plan_workload(workload, profiled.profile, config, world, self.progress, self.notify, examples)
         if self.run_folder is not None:
             self.run_folder.write_plan(planned, workload, is_new=self.step == 0, notices=self.notices)
         self.callbacks.call("on_plan", planned.plan)
-        return make_runtime(workload, planned, config, world, self._examples())
+        return make_runtime(workload, planned, config, world, examples)
 
     def _examples(self) -> dict[str, Any]:
         return {variant.name: variant.example for variant in self.variants}
