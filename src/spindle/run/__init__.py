@@ -4,7 +4,7 @@ from spindle.run.budget import Budget, limit_gpu_memory
 from spindle.run.compute import seed_of
 from spindle.run.executor import Executor
 from spindle.run.graphs import capturing
-from spindle.run.items import ItemCode, ItemRows, Lengths, cut_items, join_items, meta_of_items
+from spindle.run.items import ItemCode, ItemRows, Lengths, chosen_items, cut_items, join_items, meta_of_items
 from spindle.run.losses import metric_sums
 from spindle.run.measured_timeline import timeline_of
 from spindle.run.op_code import LayerCode, LayersCode, LossCode, OpCode
@@ -76,6 +76,7 @@ __all__ = [
     "axes_of",
     "box_view",
     "capturing",
+    "chosen_items",
     "compute_stream",
     "copied",
     "copied_to",

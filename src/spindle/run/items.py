@@ -18,6 +18,7 @@ from spindle.errors import TrainingError
 from spindle.program import item_runs, join_of
 from spindle.run.pytrees import PytreeMeta, TensorMeta
 
+_MOST_LENGTHS = 6  # that are tried, and measured
 Lengths = Mapping[str, tuple[int, ...]]  # rows of each item, by the entry of a batch that says so
 
 
@@ -128,3 +129,12 @@ def meta_of_items(example: PytreeMeta, code: ItemCode, lengths: Lengths, items: 
         shape[rows.axis] = sum(rows_of[item] for item in items)
         leaves.append(TensorMeta(tuple(shape), leaf.dtype, leaf.requires_grad))
     return PytreeMeta(example.spec, tuple(leaves), 1)
+
+
+def chosen_items(lengths: Sequence[int]) -> list[int]:
+    """A few items of different lengths, shortest and longest included, shortest first."""
+    by_length = {length: item for item, length in reversed(list(enumerate(lengths)))}
+    distinct = sorted(by_length)
+    count = min(_MOST_LENGTHS, len(distinct))
+    places = {round(number * (len(distinct) - 1) / max(1, count - 1)) for number in range(count)}
+    return [by_length[distinct[place]] for place in sorted(places)]

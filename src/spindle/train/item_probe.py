@@ -14,12 +14,11 @@ from typing import Any
 import torch
 from torch.utils._pytree import tree_leaves, tree_map
 
-from spindle.run import ItemCode, ItemRows, Lengths, cut_items
+from spindle.run import ItemCode, ItemRows, Lengths, chosen_items, cut_items
 from spindle.train.items import Entries, item_groups, lengths_in
 from spindle.train.record import RecordedCall
 from spindle.train.trace import TracedTask
 
-MOST_LENGTHS = 6  # that are tried, and later measured
 _SEED = 20240611
 _MOST_TERM = 64  # of a ratio of rows to lengths
 _TOLERANCE = {torch.float64: 1e-9}
@@ -50,15 +49,6 @@ def probe_items(task: TracedTask, batch: Any, is_random: set[str]) -> tuple[dict
         else:
             codes |= {name: ItemCode(entries=entries, rows=rows[name], can_split=True) for name in group}
     return codes, reasons
-
-
-def chosen_items(lengths: Sequence[int]) -> list[int]:
-    """A few items of different lengths, shortest and longest included, shortest first."""
-    by_length = {length: item for item, length in reversed(list(enumerate(lengths)))}
-    distinct = sorted(by_length)
-    count = min(MOST_LENGTHS, len(distinct))
-    places = {round(number * (len(distinct) - 1) / max(1, count - 1)) for number in range(count)}
-    return [by_length[distinct[place]] for place in sorted(places)]
 
 
 def _try_group(
