@@ -230,7 +230,7 @@ def _measure_group(
         alone = cut_items(batch, item_code, lengths, [item])
         outputs: dict[int, Any] = {}
         for position in group:
-            op, op_code = graph.metaops[position], code[position]
+            op_code = code[position]
             assert isinstance(op_code, LayersCode)
             inputs = {graph.metaops[source].call: outputs[source] for source in graph.predecessors[position]}
             leaves = {name: as_leaves(values) for name, values in inputs.items()}

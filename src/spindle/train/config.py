@@ -18,7 +18,7 @@ from spindle.train.optimizer import MakeLRScheduler, MakeOptimizer
 from spindle.train.sampling import SamplingWeight
 from spindle.train.task import TaskDefinition
 
-PIPELINE = "pipeline"
+PIPELINE, COLOCATE = "pipeline", "colocate"
 PIPELINED = (PIPELINE, *(name for name, planner in PLANNERS.items() if planner.takes_parts))
 
 MakePlan = Callable[[Profile], Plan]
@@ -89,6 +89,11 @@ class Planning:
                 f'spindle.Planning(planner="{self.planner}", tensor_parallel_degrees=...): stages of a pipeline run on '
                 "one device each; leave the degrees out"
             )
+
+    @property
+    def takes_parts(self) -> bool:
+        """Whether item calls may run in parts."""
+        return self.is_pipelined and self.planner != PIPELINE
 
     @property
     def is_pipelined(self) -> bool:

@@ -162,6 +162,12 @@ class Feed:
             self._kept.append(self._read())
         return self._kept[-1]
 
+    def peek(self, number: int) -> Batch:
+        """The batch this many places behind the next one, without taking either."""
+        while len(self._kept) <= number:
+            self._kept.append(self._read())
+        return self._kept[number]
+
     def close(self) -> None:
         """Stop reading ahead."""
 

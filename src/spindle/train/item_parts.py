@@ -28,11 +28,15 @@ class BatchItems:
 
 @dataclass(frozen=True, slots=True)
 class PartSettings:
-    """How item calls become parts: of about so many rows each. `measured` has, by variant, the batch on which times
-    were measured."""
+    """How item calls become parts: of about so many rows each, or not at all. `measured` has, by variant, the batch on
+    which times were measured."""
 
-    part_tokens: int
+    part_tokens: int | None
     measured: Mapping[str, BatchItems]
+
+    @property
+    def has_parts(self) -> bool:
+        return self.part_tokens is not None
 
 
 def groups_of_ops(graph: MetaGraph, code: Sequence[OpCode], positions: Sequence[int]) -> list[list[int]]:

@@ -109,8 +109,8 @@ def step_graph(
             task = microbatch_name(variant, micro_step)
             variants[task] = variant
             part_of: dict[int, list[list[int]]] = {}  # by op: the items of its parts
-            if parts is not None and batches is not None:
-                batch = batches[variant, signature]
+            batch = None if batches is None else batches[variant, signature]
+            if parts is not None and parts.part_tokens is not None and batch is not None:
                 for group in groups_of_ops(profile.graph, code, by_variant[variant]):
                     items = parts_of_group(group, code, batch, parts.part_tokens)
                     part_of.update(dict.fromkeys(group, items) if items else {})
@@ -118,12 +118,12 @@ def step_graph(
             for position in by_variant[variant]:
                 op, curve = profile.graph.metaops[position], profile.curves[position][0]
                 layers = f"[{op.first_layer}:{op.first_layer + op.num_layers}]"
+                known, lengths, whole = item_code(code[position]), (), 0
+                times = times_of(profile, op)
+                if known is not None and parts is not None and batch is not None:
+                    lengths = item_lengths(known, batch)
+                    whole = sum(item_lengths(known, parts.measured[variant]))
                 if position in part_of:
-                    assert parts is not None
-                    known = item_code(code[position])
-                    assert known is not None
-                    lengths, measured = item_lengths(known, batch), item_lengths(known, parts.measured[variant])
-                    times, whole = times_of(profile, op), sum(measured)
                     places[position] = list(range(len(metaops), len(metaops) + len(part_of[position])))
                     for number, items in enumerate(part_of[position]):
                         name = f"{task}/{op.call}.{number}{layers}"
@@ -132,13 +132,16 @@ def step_graph(
                         codes.append(code[position])
                     continue
                 scale = scales[variant, signature].get(position, 1.0)
+                if lengths and whole:
+                    scale = sum(lengths) / whole
                 places[position] = [len(metaops)]
                 assert op.cost is not None
                 # A cost is per row: `scale` is by the elements of the whole batch, which may have other rows.
                 cost = scaled_cost(op.cost, scale * (op.batch_size or 1) / rows)
                 name = f"{task}/{op.call}{layers}"
                 metaops.append(replace(op, name=name, task=task, microbatch=micro_step, batch_size=rows, cost=cost))
-                curves.append((curve.scaled(scale),))
+                is_measured = bool(lengths) and times is not None
+                curves.append((part_curve(curve, times, lengths, whole) if is_measured else curve.scaled(scale),))
                 codes.append(_averaged(code[position], counts[variant]))
             for producer, consumer in profile.graph.edges:
                 if producer not in places:
@@ -197,6 +200,7 @@ class Microbatches:
         self.profile, self.layout, self._code = profile, layout, code
         self.forms, self._seed, self._is_first = forms, seed, is_first
         self._step_planner, self._parts = planner, parts
+        self._has_parts = parts is not None and parts.has_parts
         self._example_cuts = {
             variant: forms.of(profile.graph, code, {variant: without_values(example)})
             for variant, example in examples.items()
@@ -227,7 +231,7 @@ class Microbatches:
     def _item_outputs(self, variant: str, task: str, batch: BatchItems) -> dict[tuple[str, str], PytreeMeta]:
         """The outputs of item calls that run in parts, which follow from the lengths of items and the first batch."""
         outputs = {}
-        for position, op in enumerate(self.profile.graph.metaops) if self._parts is not None else ():
+        for position, op in enumerate(self.profile.graph.metaops) if self._has_parts else ():
             known = item_code(self._code[position])
             if op.task != variant or known is None or not known.can_split:
                 continue

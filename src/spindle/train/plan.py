@@ -6,10 +6,12 @@ Rank 0 plans; all ranks lower the plan, and compare their programs.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
+
+from torch.utils._pytree import tree_leaves
 
 from spindle.errors import PlanError, ProfileError, SpindleError, TrainingError
 from spindle.graph import MetaGraph
@@ -21,11 +23,13 @@ from spindle.program import Program, lower, verify
 from spindle.run import World
 from spindle.train.agreement import compare
 from spindle.train.analyze import AnalyzedWorkload
-from spindle.train.config import PIPELINE, TrainConfig
+from spindle.train.config import COLOCATE, PIPELINE, TrainConfig
+from spindle.train.feed import Batch
 from spindle.train.item_parts import WHOLE_CALLS, BatchItems, PartSettings, groups_of_ops, item_code, item_lengths
 from spindle.train.items import lengths_in
 from spindle.train.microbatches import Key, on_one_device, step_graph, without_values
 from spindle.train.progress import Progress
+from spindle.train.trace import TracedTask
 from spindle.train.trial import why_not_sharded
 
 _PLANNED_MEMORY = 0.95  # share of the limit; predictions of memory are about this accurate
@@ -44,7 +48,7 @@ class PlannedWorkload:
     program: Program
     layout: Layout | None = None
     step_planner: str = PIPELINE  # of each step, where it has a layout
-    parts: PartSettings | None = None  # of item calls, where encoders stand whole
+    parts: PartSettings | None = None  # of item calls, where it has a layout
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -75,8 +79,10 @@ def plan_workload(
     progress: Progress,
     notify: Callable[[str], None],
     examples: Mapping[str, Any],
+    sample_step: Sequence[Mapping[str, Batch]] = (),
 ) -> PlannedWorkload:
-    """Plan, and lower the plan to a program that is verified. `examples` has a batch of each task variant."""
+    """Plan, and lower the plan to a program that is verified. `examples` has a batch of each task variant, and
+    `sample_step`, on rank 0, the batches of a step that stands for all, by micro-step and variant."""
     planning = config.planning
     if planning.memory_limit_bytes is not None:
         cluster = profile.cluster.with_memory(int(_PLANNED_MEMORY * planning.memory_limit_bytes))
@@ -91,7 +97,7 @@ def plan_workload(
     if planning.is_pipelined:
         profile = on_one_device(profile)  # stages have one device each
         with progress.bar("planning"):
-            layout, parts, plan = _pipeline_plan(workload, profile, config, world, examples)
+            layout, parts, plan = _pipeline_plan(workload, profile, config, world, examples, sample_step)
     else:
         with progress.bar("planning") as report_share:
             plan = _shared_plan(workload, profile, config, world, report_share, notify)
@@ -102,7 +108,7 @@ def plan_workload(
     program = lower(plan, profile, owning_ranks=owning_ranks)
     compare(world, {"the workload": workload.bound.workload, "the profile": profile, **_program_items(program)})
     _verify(program, profile, world)
-    step_planner = PIPELINE if parts is None else str(planning.planner)
+    step_planner = str(planning.planner) if parts is not None and parts.has_parts else PIPELINE
     return PlannedWorkload(
         profile=profile, plan=plan, program=program, layout=layout, step_planner=step_planner, parts=parts
     )
@@ -135,8 +141,13 @@ def _program_items(program: Program) -> dict[str, Any]:
 
 
 def _pipeline_plan(
-    workload: AnalyzedWorkload, profile: Profile, config: TrainConfig, world: World, examples: Mapping[str, Any]
-) -> tuple[Layout, PartSettings | None, Plan]:
+    workload: AnalyzedWorkload,
+    profile: Profile,
+    config: TrainConfig,
+    world: World,
+    examples: Mapping[str, Any],
+    sample_step: Sequence[Mapping[str, Batch]],
+) -> tuple[Layout, PartSettings, Plan]:
     """Rank 0's placement of chunks, on all ranks, with a plan of one microbatch of each task variant; and how item
     calls become parts, where encoders stand whole."""
     planning = config.planning
@@ -151,14 +162,14 @@ def _pipeline_plan(
         if planning.planner == PIPELINE:
             layout = pipeline_layout(profile, num_ranks)
         else:
-            layout, part_tokens = _choose_colocation(workload, profile, config, num_ranks, measured)
+            layout, part_tokens = _choose_colocation(workload, profile, config, num_ranks, measured, sample_step)
             planner = PIPELINE if part_tokens is None else str(planning.planner)
         options = PlanOptions(seed=config.seed, evaluations=1, layouts=(layout,))
         placed = layout, part_tokens, make_plan(profile, planner, options)
     placed = world.broadcast_object(placed)
     assert placed is not None
     layout, part_tokens, plan = placed
-    return layout, None if part_tokens is None else PartSettings(part_tokens, measured), plan
+    return layout, PartSettings(part_tokens, measured), plan
 
 
 def _choose_colocation(
@@ -167,38 +178,50 @@ def _choose_colocation(
     config: TrainConfig,
     num_ranks: int,
     measured: Mapping[str, BatchItems],
+    sample_step: Sequence[Mapping[str, Batch]],
 ) -> tuple[Layout, int | None]:
-    """Where encoders stand and how large parts are, chosen on a step of first batches; None for the size of parts where
-    the modules are best spread over ranks like all others."""
+    """Where encoders stand and how large parts are, chosen on one step; None for the size of parts where all modules
+    are best spread over ranks."""
     planner, graph, code = str(config.planning.planner), workload.graph, workload.code
-    positions = range(len(graph.metaops))
-    sizes = []  # of the items of each microbatch together
-    for group in groups_of_ops(graph, code, positions):
-        known = item_code(code[group[0]])
+    tasks = workload.bound.tasks
+    batches = {(name, 0): batch for name, batch in measured.items()}  # by variant and signature
+    scales: dict[tuple[str, int], dict[int, float]] = {(name, 0): {} for name in measured}
+    for row in sample_step:
+        for name, batch in row.items():
+            batches[name, batch.signature] = BatchItems(without_values(batch.nest), batch.lengths)
+            # Shapes are not inferred yet: other calls than those of items take time in proportion to their rows.
+            scale = _num_row_elements(tasks[name], batch.nest) / _num_row_elements(tasks[name], measured[name].nest)
+            scales[name, batch.signature] = dict.fromkeys(range(len(graph.metaops)), scale)
+    key: Key = tuple(
+        tuple((name, batch.num_rows, batch.signature) for name, batch in row.items()) for row in sample_step
+    )
+    if not any(key):  # first batches of the variants of each task in turn
+        variants: dict[int, list[str]] = {}  # by the function of the task
+        for name, task in tasks.items():
+            variants.setdefault(id(task.recorded.definition.function), []).append(name)
+        key = tuple(
+            tuple(
+                (name, tasks[name].recorded.definition.batch_size, 0)
+                for name in (names[number % len(names)] for names in variants.values())
+            )
+            for number in range(max(config.gradient_accumulation_steps, *map(len, variants.values())))
+        )
+    sizes = []  # of all items of a microbatch
+    for group in groups_of_ops(graph, code, range(len(graph.metaops))):
+        known, variant = item_code(code[group[0]]), graph.metaops[group[0]].task
         assert known is not None
-        sizes.append(sum(item_lengths(known, measured[graph.metaops[group[0]].task])))
+        taken = [batches[name, signature] for row in key for name, _, signature in row if name == variant]
+        sizes += [sum(item_lengths(known, batch)) for batch in taken]
     sizes = [size for size in sizes if size]
-    if not sizes and planner != "colocate":
+    if not sizes and planner != COLOCATE:
         raise PlanError(
             f'spindle.Planning(planner="{planner}"): places the modules that read items alone, and no task has such a '
             'call; declare them with @spindle.task(items={...}), or take planner="pipeline"'
         )
-    # Each micro-step has every task once, in one of its variants, which take turns.
-    variants: dict[int, list[str]] = {}  # by the function of the task
-    for name, task in workload.bound.tasks.items():
-        variants.setdefault(id(task.recorded.definition.function), []).append(name)
-    rows = {name: task.recorded.definition.batch_size for name, task in workload.bound.tasks.items()}
-    key: Key = tuple(
-        tuple((names[step % len(names)], rows[names[step % len(names)]], 0) for names in variants.values())
-        for step in range(max(config.gradient_accumulation_steps, *map(len, variants.values())))
-    )
-    counts = dict.fromkeys(rows, 1)
-    scales: dict[tuple[str, int], dict[int, float]] = {(name, 0): {} for name in rows}
-    batches = {(name, 0): batch for name, batch in measured.items()}
 
     def step_profile(part_tokens: int | None) -> Profile:
-        parts = None if part_tokens is None else PartSettings(part_tokens, measured)
-        return step_graph(key, profile, code, scales, None, counts, batches, parts).profile
+        parts = PartSettings(part_tokens, measured)
+        return step_graph(key, profile, code, scales, None, dict.fromkeys(tasks, 1), batches, parts).profile
 
     in_parts: dict[int, Profile] = {}
     if sizes:
@@ -211,6 +234,12 @@ def _choose_colocation(
     if all(chain.placement == SPREAD for chain in layout.chains):
         return layout, None
     return layout, next(part_tokens for part_tokens, candidate in in_parts.items() if candidate is chosen)
+
+
+def _num_row_elements(task: TracedTask, nest: Any) -> int:
+    """Elements of the tensors of a batch that have a row for each sample."""
+    leaves = zip(tree_leaves(nest), task.batch_axes, strict=True)
+    return max(1, sum(leaf.numel() for leaf, axis in leaves if axis is not None))
 
 
 def _with_degrees(profile: Profile, workload: AnalyzedWorkload, degrees: Mapping[str, int]) -> Profile:

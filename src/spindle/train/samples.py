@@ -241,6 +241,11 @@ class SampleFeed(Feed):
             self._example = self._whole(nest, self._choose(0))
         return self._example
 
+    def peek(self, number: int) -> Batch:
+        with restored_random_state():
+            nest = plain(self._noted(lambda: self._rows_of[self._request(number, None)]))
+        return self._whole(nest, self._choose(number))
+
     def close(self) -> None:
         if self._thread is not None:
             self._thread.shutdown(cancel_futures=True)

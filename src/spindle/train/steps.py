@@ -224,7 +224,7 @@ class PipelinedSteps(Steps):
         super().__init__(self._make.of_plan(planned.program, None, captures=False))
         self._last = self.main
         modules = [handle.module for handle in workload.bound.handles.values()]
-        self._parts = planned.parts
+        self._has_parts = planned.parts is not None and planned.parts.has_parts
         self._microbatches = Microbatches(
             planned.profile,
             layout,
@@ -241,7 +241,7 @@ class PipelinedSteps(Steps):
 
     def reads(self, variants: Iterable[str]) -> bool:
         # Which replica runs which microbatch, and which rank which part, is known only when all of them are read.
-        return self._layout.num_replicas > 1 or self._parts is not None or super().reads(variants)
+        return self._layout.num_replicas > 1 or self._has_parts or super().reads(variants)
 
     def runs(self, microbatches: Sequence[Microbatch], num_micro_steps: int, batches: MicroSteps) -> Iterator[StepRun]:
         world = self._world
