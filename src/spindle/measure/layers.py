@@ -21,16 +21,20 @@ from spindle.measure.cache import Cache, Times
 from spindle.measure.contention import ALONE, NUM_COPIES, measure_contention
 from spindle.measure.rank_sync import RankSync
 from spindle.measure.timing import Cut, Work, time_passes
-from spindle.profile import Contention, LayerSamples
+from spindle.profile import Contention, ItemTimes, LayerSamples
 from spindle.run import (
     Axes,
+    ItemCode,
     LayerCode,
     LayersCode,
+    Lengths,
     LossCode,
     OpCode,
     as_leaves,
+    chosen_items,
     copied,
     cut,
+    cut_items,
     pytree_meta,
     takes_gradient,
 )
@@ -190,6 +194,70 @@ def measure_layers(
 
 def _is_compiled(code: OpCode) -> bool:
     return isinstance(code, LayersCode) and any(layer.compiled is not None for layer in code.layers)
+
+
+def measure_items(
+    graph: MetaGraph,
+    code: Sequence[OpCode],
+    kinds: Sequence[Kind],
+    batches: Mapping[str, Any],
+    lengths: Mapping[str, Lengths],
+    device: torch.device,
+    meter: LayerMeter,
+) -> tuple[tuple[str, ItemTimes], ...]:
+    """Times of one layer of each item call whose items may run apart, on single items of a few lengths, by op name.
+    `lengths` are those of the items of each batch."""
+    measured: list[tuple[str, ItemTimes]] = []
+    for task in graph.tasks:
+        ops = [position for position in graph.order if graph.metaops[position].task == task]
+        codes = {position: item for position in ops if (item := _splittable(code[position])) is not None}
+        for entries in dict.fromkeys(item.entries for item in codes.values()):
+            group = [position for position, item in codes.items() if item.entries == entries]
+            measured += _measure_group(graph, code, kinds, batches[task], lengths[task], device, meter, group)
+    return tuple(measured)
+
+
+def _splittable(code: OpCode) -> ItemCode | None:
+    return code.items if isinstance(code, LayersCode) and code.items is not None and code.items.can_split else None
+
+
+def _measure_group(
+    graph: MetaGraph,
+    code: Sequence[OpCode],
+    kinds: Sequence[Kind],
+    batch: Any,
+    lengths: Lengths,
+    device: torch.device,
+    meter: LayerMeter,
+    group: Sequence[int],
+) -> Iterator[tuple[str, ItemTimes]]:
+    item_code = _splittable(code[group[0]])
+    assert item_code is not None
+    entry = item_code.length_entry
+    of_item = lengths[entry] if entry is not None else (1,) * item_code.num_items(batch, lengths)
+    times: dict[int, list[tuple[int, float, float]]] = {position: [] for position in group}
+    for item in chosen_items(of_item):
+        alone = cut_items(batch, item_code, lengths, [item])
+        outputs: dict[int, Any] = {}
+        for position in group:
+            op_code = code[position]
+            assert isinstance(op_code, LayersCode)
+            inputs = {graph.metaops[source].call: outputs[source] for source in graph.predecessors[position]}
+            leaves = {name: as_leaves(values) for name, values in inputs.items()}
+            (result,) = meter.times([_point(op_code, kinds[position], alone, leaves, device, False, False)])
+            if isinstance(result, Exception):
+                raise result
+            times[position].append((of_item[item], result.forward_s, result.backward_s))
+            values: Any = None
+            for run in _steps(op_code, alone, inputs):
+                values = as_leaves(run(copied(values)))
+            outputs[position] = values
+    for position in group:
+        rows, forward_s, backward_s = zip(*times[position], strict=True)
+        yield (
+            graph.metaops[position].name,
+            ItemTimes(lengths=rows, forward_s=forward_s, backward_s=backward_s, together=tuple(of_item)),
+        )
 
 
 def _rotated(code: OpCode, number: int) -> OpCode:

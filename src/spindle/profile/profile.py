@@ -11,6 +11,7 @@ from spindle.errors import ProfileError
 from spindle.graph import MetaGraph
 from spindle.profile.curve import Curve
 from spindle.profile.host import HostOverhead
+from spindle.profile.items import ItemTimes
 
 _MAX_SHOWN = 40  # ops, in a notebook
 
@@ -39,6 +40,7 @@ class Profile:
     libraries keep for each lane. `sends_stay`: sent gradients keep their memory until the step ends, as under gloo,
     which does not report when they are sent. `host`: launch overhead, where hosts may be slower than their GPUs.
     `leaves_out`: what is not modelled, in words. `measured_on`: where and when it was measured, if it was.
+    `item_times`: by op of an item call, how long single items take.
     """
 
     graph: MetaGraph
@@ -54,6 +56,7 @@ class Profile:
     host: HostOverhead | None = None
     leaves_out: tuple[str, ...] = ()
     measured_on: str = ""
+    item_times: tuple[tuple[str, ItemTimes], ...] = ()
     families: tuple[frozenset[str], ...] = field(init=False, repr=False, compare=False)  # modules with tied weights
 
     def __post_init__(self) -> None:
@@ -164,7 +167,10 @@ class Profile:
     def restricted(self, graph: MetaGraph) -> Profile:
         """The profile of a graph with a subset of the ops (fewer tasks)."""
         curves_of = {op.name: curves for op, curves in zip(self.graph.metaops, self.curves, strict=True)}
-        return replace(self, graph=graph, curves=tuple(curves_of[op.name] for op in graph.metaops))
+        names = {op.name for op in graph.metaops}
+        item_times = tuple(entry for entry in self.item_times if entry[0] in names)
+        curves = tuple(curves_of[op.name] for op in graph.metaops)
+        return replace(self, graph=graph, curves=curves, item_times=item_times)
 
     def up_to(self, num_devices: int) -> Profile:
         """The profile on the first `num_devices` devices, where there are more: points for more are left out."""

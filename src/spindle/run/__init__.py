@@ -5,6 +5,7 @@ from spindle.run.budget import Budget, limit_gpu_memory
 from spindle.run.compute import seed_of
 from spindle.run.executor import Executor
 from spindle.run.graphs import capturing, own_workspaces
+from spindle.run.items import ItemCode, ItemRows, Lengths, chosen_items, cut_items, join_items, meta_of_items
 from spindle.run.losses import metric_sums
 from spindle.run.measured_timeline import timeline_of
 from spindle.run.op_code import LayerCode, LayersCode, LossCode, OpCode
@@ -53,8 +54,11 @@ __all__ = [
     "Executor",
     "Gathering",
     "HostCopy",
+    "ItemCode",
+    "ItemRows",
     "LayerCode",
     "LayersCode",
+    "Lengths",
     "LossCode",
     "Message",
     "MicroStep",
@@ -75,16 +79,20 @@ __all__ = [
     "box_view",
     "capture_input_part",
     "capturing",
+    "chosen_items",
     "compute_stream",
     "copied",
     "copied_to",
     "cut",
+    "cut_items",
     "cut_leaf",
     "digest",
     "fingerprint_of",
     "held_parameters",
+    "join_items",
     "join_world",
     "limit_gpu_memory",
+    "meta_of_items",
     "metric_sums",
     "on_compute_stream",
     "on_device",

@@ -17,6 +17,7 @@ from spindle.program import Backward
 from spindle.run.backward_split import WeightPart, capture_input_part, run_input_part
 from spindle.run.graph_cache import GraphCache
 from spindle.run.graphs import Chunk, SlotOutput
+from spindle.run.items import cut_items, join_items
 from spindle.run.lanes import on_own_lane
 from spindle.run.losses import loss_part
 from spindle.run.op_code import LayerCode, LayersCode, LossCode
@@ -50,7 +51,8 @@ class Compute:
         self._graph_cache, self.offload = graph_cache, offload
 
     def forward(self, step: Step, slot: RankSlot, watch: Watch, position: int) -> None:
-        trees = {link.source: self._input(step, link, watch) for link in slot.inputs} if slot.rows else {}
+        given = {link.number: self._input(step, link, watch) for link in slot.inputs} if slot.rows else {}
+        trees = _by_source(step, slot, given)
         watch.start[position] = watch.now()
         if slot.rows == 0 and not isinstance(slot.code, LossCode):
             return
@@ -63,7 +65,7 @@ class Compute:
         else:
             output = self._compute(step, slot, trees, watch)
         for link in slot.inputs if slot.rows else ():
-            leaves = leaves_of(trees[link.source])
+            leaves = leaves_of(given[link.number] if link.items else trees[link.source])
             step.inputs[link.number] = [leaf if takes_gradient(leaf) else None for leaf in leaves]
         step.pieces[slot.number] = output.pieces
         if isinstance(slot.code, LossCode):
@@ -402,9 +404,28 @@ class Compute:
         return sums
 
 
+def _by_source(step: Step, slot: RankSlot, given: Mapping[int, Any]) -> dict[str, Any]:
+    """A slot's inputs by the calls that give them; outputs of parts are joined, unless the slot is a part itself."""
+    trees: dict[str, Any] = {}
+    parts: dict[str, list[LinkEnd]] = {}
+    for link in slot.inputs if given else ():
+        if link.items and not slot.items:
+            parts.setdefault(link.source, []).append(link)
+        else:
+            trees[link.source] = given[link.number]
+    for source, links in parts.items():
+        code = links[0].item_code
+        assert code is not None
+        outputs = [(link.items, given[link.number]) for link in links]
+        trees[source] = join_items(outputs, code, step.lengths[slot.task], f"{slot.task}/{source}")
+    return trees
+
+
 def _batch(step: Step, slot: RankSlot, axes: Axes) -> Any:
-    """A slot's rows of its task's batch."""
+    """A slot's rows of its task's batch, or a part's items."""
     tree = step.batches[slot.task]
+    if slot.items and isinstance(slot.code, LayersCode) and slot.code.items is not None:
+        return cut_items(tree, slot.code.items, step.lengths[slot.task], slot.items)
     if slot.task not in step.held:
         return cut(tree, axes, slot.num_rows, slot.begin, slot.end)
     leaves, spec = tree_flatten(tree)

@@ -4,8 +4,9 @@ Transfers are posted as soon as their data exists and waited for when it is need
 backward still runs. Each lane keeps the program's order, so what `verify` has proved holds here. Under NCCL, transfers
 and collectives are launched in one order, the same on all ranks (`program.launch_order`).
 
-Rows of a link are rows of the batch, because both ends of a task's flow have the same batch. Slots on several lanes of
-a GPU run on streams of their own (`lanes`). Left out so far: SM quotas for lanes.
+Rows of a link are rows of the batch, because both ends of a task's flow have the same batch; a part of an item call
+sends all of its output, and what it feeds joins the outputs of all parts in item order (`items`). Slots on several
+lanes of a GPU run on streams of their own (`lanes`). Left out so far: SM quotas for lanes.
 """
 
 from __future__ import annotations
@@ -31,6 +32,7 @@ from spindle.program import (
 from spindle.run.compute import Compute
 from spindle.run.gradients import GradientBuffers
 from spindle.run.graph_cache import GraphCache
+from spindle.run.items import Lengths
 from spindle.run.lanes import Lanes
 from spindle.run.op_code import LossCode, OpCode
 from spindle.run.pytrees import Axes, PytreeMeta
@@ -145,6 +147,7 @@ class Executor:
         micro_step: MicroStep | None = None,
         held: Mapping[str, tuple[tuple[int, int], ...]] | None = None,
         cuts: Mapping[tuple[int, int], PytreeMeta] | None = None,
+        lengths: Mapping[str, Lengths] | None = None,
         loss_scale: torch.Tensor | None = None,
         check_losses: bool = False,
         timed: bool = True,
@@ -154,9 +157,10 @@ class Executor:
         `signatures` are digests of the shapes of all tasks' batches; a task without one is left out. For a batch of
         which this rank has only some rows, `held` has the rows of each leaf. `cuts` has, by op and number of layers,
         the shapes that cross that cut; all ranks must give the same ones, or none, in which case senders send the
-        metadata first. The last micro-step synchronises gradients and runs the optimizer. Losses are multiplied by
-        `loss_scale` for backward. Returns this rank's parts of the tasks' losses, then of the totals and counts of
-        `metrics`, all of which add up over ranks; and the times of a timed step.
+        metadata first. `lengths` has the rows of items, by task with parts. The last micro-step synchronises gradients
+        and runs the optimizer. Losses are multiplied by `loss_scale` for backward. Returns this rank's parts of the
+        tasks' losses, then of the totals and counts of `metrics`, all of which add up over ranks; and the times of a
+        timed step.
         """
         step = Step(
             number=number,
@@ -165,6 +169,7 @@ class Executor:
             check_losses=check_losses,
             held=held or {},
             cuts=cuts or {},
+            lengths=lengths or {},
             loss_scale=loss_scale,
             new=self._transfers.new(signatures),
             micro_step=micro_step or MicroStep(tasks=frozenset(signatures)),

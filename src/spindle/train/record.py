@@ -32,6 +32,7 @@ from spindle.models import (
 )
 from spindle.run import on_device, pytree_meta
 from spindle.train.composites import open_graph, split_loss
+from spindle.train.items import Entries, entries_of_call
 from spindle.train.packed import Packed, entries_of, unpack
 from spindle.train.packed_parts import pad_packed_outputs
 from spindle.train.recording_notices import INSTEAD, note_method, prints_noticed
@@ -55,6 +56,7 @@ class RecordedCall:
     sources: tuple[str, ...]
     arguments: Callable[..., Any]
     line: str = ""  # of the task's code
+    items: Entries = ()  # that it reads, itself or through its sources, if it reads nothing else
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -276,7 +278,7 @@ def read_graph(
     output = next(node for node in graph.nodes if node.op == "output")
     calls: dict[fx.Node, str] = {}
     times: dict[str, int] = {}
-    recorded = []
+    recorded: list[RecordedCall] = []
     for node in graph.nodes:
         if node.op == "call_function" and node.target in (called_module, called_part):
             handle = node.args[0]
@@ -293,6 +295,7 @@ def read_graph(
                     sources=sources,
                     arguments=arguments,
                     line=line_of_node(node),
+                    items=entries_of_call(definition, sources, arguments, {call.name: call.items for call in recorded}),
                 )
             )
     if not recorded:
