@@ -59,6 +59,7 @@ _NODES_S = 0.5  # between two looks at the nodes
 _WRITE_S = 2.0  # between two records of progress
 _NAG_S = 30.0  # between two messages about a store that cannot be written
 _OFF = 0.1  # a rate that changes by more is told to the scheduler at once
+_NODE_GONE_S = 6.0  # until a cluster has noticed that a node is gone
 _DRAIN_S = 120.0  # until a drained node is to be left, unless said otherwise
 
 
@@ -84,6 +85,7 @@ class _Attempt:
     told_s: float = 0.0
     told_at_s: float = 0.0
     waits_for: str = ""
+    gone_s: float | None = None  # when it was seen to be gone without being told to
 
 
 @dataclass(slots=True)
@@ -389,6 +391,8 @@ class LiveFleet:
             checkpoints=report.checkpoints or attempt.record.checkpoints,
         )
         if report.phase == LOST:
+            if self._waits_for_node(attempt):
+                return
             self._failed(key, by_script=False, reason=report.reason or "its processes are gone")
             return
         is_ready = report.num_taken > 0 or (report.phase == "running" and self._reports_nothing(report.job))
@@ -400,6 +404,13 @@ class LiveFleet:
             self._ended(key, report)
         elif attempt.record.ready_s is not None and not attempt.is_stopping:
             self._progressed(attempt, report, now_s)
+
+    def _waits_for_node(self, attempt: _Attempt) -> bool:
+        """Whether an attempt that is gone may be so because of its node, which is known some seconds later: then the
+        job has not failed, and must not be started there again."""
+        now_s = self.clock.now_s()
+        attempt.gone_s = now_s if attempt.gone_s is None else attempt.gone_s
+        return not attempt.is_stopping and now_s - attempt.gone_s < _NODE_GONE_S
 
     def _reports_nothing(self, job: str) -> bool:
         """Whether a job is any command, not a script of Spindle."""
@@ -439,7 +450,7 @@ class LiveFleet:
             self._tell(
                 Stopped(time_s=now_s, job=job, attempt=number, step=float(self._saved_step(attempt))), discards=(key,)
             )
-        else:  # stopped by itself: cut off, or a signal of somebody else
+        elif not self._waits_for_node(attempt):  # stopped by itself: cut off, or a signal of somebody else
             self._failed(key, by_script=False, reason=report.reason or "stopped by a signal")
 
     def _failed(self, key: Key, *, by_script: bool, reason: str) -> None:

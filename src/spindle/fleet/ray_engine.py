@@ -11,6 +11,7 @@ ranks. Placement groups and agents are named after fleet, job and attempt: the n
 from __future__ import annotations
 
 import logging
+import os
 import platform
 import secrets
 import threading
@@ -57,7 +58,7 @@ class RayAgent:
     """An agent as an actor. Ray calls its methods in the main thread of its process, one after the other."""
 
     def __init__(self) -> None:
-        self._agent = Agent(is_connected=_cluster_answers)
+        self._agent = Agent(is_connected=_cluster_answers, parent=os.getppid())  # the raylet
 
     def versions(self) -> tuple[str, str]:
         return platform.python_version(), __version__

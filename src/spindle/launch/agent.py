@@ -89,10 +89,11 @@ class PartReport:
 
 class Agent:
     """Starts and watches ranks. `start` must be called from the main thread: ranks die with the thread that starts
-    them. `is_connected` says whether the cluster answers."""
+    them. `is_connected` says whether the cluster answers. With `parent`, the process that started the agent, ranks are
+    stopped at once when that is gone."""
 
-    def __init__(self, is_connected: Callable[[], bool] = lambda: True) -> None:
-        self._is_connected = is_connected
+    def __init__(self, is_connected: Callable[[], bool] = lambda: True, parent: int | None = None) -> None:
+        self._is_connected, self._parent = is_connected, parent
         self._listening: socket.socket | None = None
         self._latest = PartReport()
         self._stopping: float | None = None  # seconds of grace
@@ -180,6 +181,8 @@ class Agent:
                 host.watch_activities()
                 self._note_progress(host)
                 now_s = time.monotonic()
+                if self._parent is not None and os.getppid() != self._parent:
+                    self.stop(part.grace_s, "the process that runs this node is gone")
                 if now_s - ping_s > _PING_S:
                     ping_s = now_s
                     if self._is_connected():

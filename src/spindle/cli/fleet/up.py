@@ -57,6 +57,7 @@ def up(
     spindle fleet up --address 10.0.0.1:6379 --store team.db
     """
     import signal
+    import time
     from contextlib import suppress
 
     from spindle.cli.terminal import notice
@@ -69,7 +70,7 @@ def up(
 
     def say(text: str) -> None:
         with suppress(OSError):  # a full disk must not end the scheduler
-            print(text, flush=True)
+            print(f"{time.strftime('%H:%M:%S')} {text}", flush=True)
 
     if store.exists():
         if fake or address or fleet:
