@@ -23,7 +23,7 @@ from spindle.launch import is_debugging
 from spindle.models import Chain, as_when_compiling, device_of, fake_like, whole_chain, without_torch_logs, zeros_like
 from spindle.run import on_device, pytree_meta
 from spindle.train.composites import open_graph, split_loss
-from spindle.train.items import Entries, entries_of_call
+from spindle.train.items import Entries, entries_of_call, with_two_items
 from spindle.train.packed import Packed, entries_of, unpack
 from spindle.train.packed_parts import pad_packed_outputs
 from spindle.train.recording_notices import INSTEAD, note_method, prints_noticed
@@ -378,6 +378,7 @@ def cut_all(tasks: Sequence[RecordedTask], examples: Mapping[str, Any]) -> list[
 
 def _cut(task: RecordedTask, example: Any, known: dict[Any, tuple[Chain, Callable[[], Any]]]) -> RecordedTask:
     mode = FakeTensorMode(allow_non_fake_inputs=True)
+    example = with_two_items(task.definition, example)
     batch = tree_map(lambda leaf: fake_like(mode, leaf), example)
     outputs: dict[str, Callable[[], Any]] = {}
     calls = []
