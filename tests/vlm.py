@@ -186,3 +186,64 @@ def with_sound(batch: Any, number: int) -> Any:
 
 def vlm_training(micro_steps: int = 3, **options: Any) -> Training:
     return Training(workload=partial(vlm, **options), options={"gradient_accumulation_steps": micro_steps})
+
+
+# Balanced data.
+
+
+class Pages:
+    """Documents of text with images, of different lengths; counts what was decoded."""
+
+    def __init__(self, name: str, num_samples: int, most_images: int, gets_items: bool = True) -> None:
+        self.name, self.decoded = name, []  # type: ignore[var-annotated]
+        generator = torch.Generator().manual_seed(len(name))
+        self._samples = []
+        for _ in range(num_samples):
+            count = int(torch.randint(most_images + 1, (1,), generator=generator))
+            images = torch.randint(1, 4, (count,), generator=generator).tolist()
+            text = int(torch.randint(2, 9, (1,), generator=generator))
+            self._samples.append((text, images))
+        if gets_items:
+            self.get_items = self._get_items
+
+    def __len__(self) -> int:
+        return len(self._samples)
+
+    def lengths(self, number: int) -> tuple[int, list[int]]:
+        text, images = self._samples[number]
+        return text + sum(images), [MERGE * rows for rows in images]
+
+    def _generator(self, number: int) -> torch.Generator:
+        return torch.Generator().manual_seed(1000 * len(self.name) + number)
+
+    def get_fields(self, number: int, names: Sequence[str]) -> dict[str, torch.Tensor]:
+        self.decoded.append((number, tuple(sorted(names))))
+        text, images = self._samples[number]
+        generator = self._generator(number)
+        ids = torch.randint(2, VOCABULARY, (text + sum(images),), generator=generator)
+        ids[: sum(images)] = IMAGE_TOKEN
+        labels = torch.randint(1, VOCABULARY, (len(ids),), generator=generator)
+        return {name: {"ids": ids, "labels": labels}[name] for name in names}
+
+    def _get_items(self, number: int, names: Sequence[str], items: Sequence[int]) -> dict[str, torch.Tensor]:
+        self.decoded += [(number, item) for item in items]
+        images = [self._image(number, item) for item in items]
+        return {"patches": torch.cat(images)}
+
+    def _image(self, number: int, item: int) -> torch.Tensor:
+        generator = torch.Generator().manual_seed(100 * number + item)
+        rows = MERGE * self._samples[number][1][item]
+        return torch.randn(rows, 3, generator=generator, dtype=torch.float64)
+
+    def __getitem__(self, number: int) -> dict[str, torch.Tensor]:
+        images = range(len(self._samples[number][1]))
+        sample = self.get_fields(number, ("ids", "labels"))
+        if images:
+            sample["patches"] = torch.cat([self._image(number, item) for item in images])
+        return sample
+
+
+def pages(**options: Any) -> Any:
+    sources = {"web": Pages("web", 13, 2), "scans": Pages("scans", 7, 4, gets_items=False)}
+    mix = {"web": 3, "scans": lambda step: 1 + step}
+    return spindle.data.balanced(sources, **{"max_tokens": 24, "mix": mix, "seed": 5, "padding": {"ids": 2}} | options)

@@ -396,7 +396,8 @@ def _batch(step: Step, slot: RankSlot, axes: Axes) -> Any:
     """A slot's rows of its task's batch, or a part's items."""
     tree = step.batches[slot.task]
     if slot.items and isinstance(slot.code, LayersCode) and slot.code.items is not None:
-        return cut_items(tree, slot.code.items, step.lengths[slot.task], slot.items)
+        held = step.held_items.get(slot.task)
+        return cut_items(tree, slot.code.items, step.lengths[slot.task], slot.items, held)
     if slot.task not in step.held:
         return cut(tree, axes, slot.num_rows, slot.begin, slot.end)
     leaves, spec = tree_flatten(tree)

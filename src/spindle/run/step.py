@@ -82,6 +82,7 @@ class Step:
     micro_step: MicroStep
     cuts: Mapping[tuple[int, int], PytreeMeta] = field(default_factory=dict)  # of what crosses cuts, where it is known
     lengths: Mapping[str, Lengths] = field(default_factory=dict)  # by task: rows of the items of its batch
+    held_items: Mapping[str, tuple[int, ...]] = field(default_factory=dict)  # of batches that have only some items here
     loss_scale: torch.Tensor | None = None
     graphs: Graphs | None = None
     pieces: dict[int, list[Piece]] = field(default_factory=dict)  # by slot, in forward order
