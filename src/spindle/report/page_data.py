@@ -31,7 +31,7 @@ from spindle.report.sums import CLASSES, recompute_shares
 from spindle.report.trace import instruction_name
 from spindle.timeline import Column, Timeline, pack, time_columns
 
-VERSION = 1
+VERSION = 2
 KINDS = ("forward", "backward", "transfer", "sync", "gather", "optimizer")
 _MAX_CURVES = 8  # of one module
 _UNLIMITED = 1 << 60  # bytes: memory of devices of no particular kind
@@ -77,6 +77,7 @@ def step_page_data(report: StepReport) -> bytes:
         "spindle": "report",
         "version": VERSION,
         "kind": "step",
+        "unit": 1e-9,
         "title": report.title,
         "kinds": KINDS,
         "classes": CLASSES,
