@@ -56,6 +56,7 @@ function show(report, timelines) {
   /** @type {Theme} */
   let theme = readTheme();
   let pending = 0;
+  let scrolled = 0;  // as of the last frame: the browser lays out the page for whoever asks
 
   // What is shown.
 
@@ -176,7 +177,8 @@ function show(report, timelines) {
   /** Paint a frame. */
   function paint() {
     const pixels = new Uint32Array(image.data.buffer);
-    paintRows(pixels, image.width, image.height, layout, scroller.scrollTop, ratio, state.from, state.to, (spans) => /** @type {Palette} */ (palettes.get(spans)), theme);
+    scrolled = scroller.scrollTop;
+    paintRows(pixels, image.width, image.height, layout, scrolled, ratio, state.from, state.to, (spans) => /** @type {Palette} */ (palettes.get(spans)), theme);
     context.fillStyle = theme.background;
     context.fillRect(0, 0, canvas.width, canvas.height);
     context.putImageData(image, Math.round(GUTTER * ratio), Math.round(AXIS * ratio));
@@ -190,7 +192,7 @@ function show(report, timelines) {
   /** @param {number} x */
   const timeOf = (x) => state.from + ((x - GUTTER) / (width - GUTTER)) * (state.to - state.from);
   /** @param {number} top */
-  const yOf = (top) => AXIS + top - scroller.scrollTop;
+  const yOf = (top) => AXIS + top - scrolled;
 
   function paintOverlay() {
     const onPaper = matchMedia("print").matches;
