@@ -177,17 +177,18 @@ def launch(arguments: Sequence[str]) -> int:
     from preloaded import preloaded_ranks
     from spindle.cli.main import run
     from spindle.launch import launch as launcher
+    from spindle.launch import ranks
 
     is_fresh, folder, *command = arguments
-    launcher.STOPPED_LIMIT_S, launcher.STOPPED_POLL_S = STOPPED_LIMIT_S, 0.1
-    end = launcher._end
+    ranks.STOPPED_LIMIT_S, ranks.STOPPED_POLL_S = STOPPED_LIMIT_S, 0.1
+    end = launcher.end_ranks
 
     def noted_end(*args: Any) -> None:
         with (Path(folder) / "events.jsonl").open("a") as file:
             file.write(json.dumps({"event": "noticed", "time_s": time.time()}) + "\n")
         end(*args)
 
-    launcher._end = noted_end
+    launcher.end_ranks = noted_end
     os.environ["FAULTS_LAUNCHER"] = str(os.getpid())
     with contextlib.nullcontext() if is_fresh == "fresh" else preloaded_ranks():
         return run(["launch", *command])

@@ -14,6 +14,7 @@ from spindle.errors import InputError
 from spindle.fleet import Injection, Job, SchedulerOptions, StepTime, Trace, TraceJob, simulate_fleet
 from spindle.fleet.event_log import log_lines, read_event_log
 from spindle.fleet.history import timeline_of_log
+from spindle.fleet.store import Store
 from spindle.report import FleetReport, fleet_page_data
 from spindle.timeline import unpack
 
@@ -62,6 +63,21 @@ def test_the_timeline_of_recorded_events_is_that_of_the_simulation(policy, tmp_p
         assert ours.estimates == theirs.estimates
 
 
+def test_a_store_is_shown_while_its_jobs_still_run(tmp_path):
+    entries = []
+    options = SchedulerOptions()
+    simulate_fleet(trace(), MACHINES, options, observe=lambda *entry: entries.append(entry), until_s=9000.0)
+    path, page = tmp_path / "fleet.sqlite", tmp_path / "fleet.html"
+    with Store.create(path, MACHINES, options) as store:
+        for event, actions in entries:
+            store.append(event, actions)
+    assert run(["report", str(path), "-o", str(page)]) == 0
+    timeline = timeline_of_log(read_event_log(path), "fleet")
+    assert {job.phase for job in timeline.jobs} >= {"running"}
+    assert timeline.end_s == entries[-1][0].time_s
+    assert "fleet on test" in page.read_text(encoding="utf-8")
+
+
 def test_the_same_timeline_gives_the_same_bytes_and_no_device_does_two_things_at_once():
     timeline = simulate_fleet(trace(), MACHINES, explains=True).timeline
     data = fleet_page_data(FleetReport(title="queue", timelines={"price": timeline}))
@@ -98,7 +114,7 @@ def test_the_command_writes_a_page_of_timelines_and_refuses_others(tmp_path, cap
     graph = tmp_path / "graph.json"
     graph.write_text('{"spindle": "workload"}', encoding="utf-8")
     for words, message in (
-        ([first, str(graph), "-o", page], "is no timeline and no event log of a fleet"),
+        ([first, str(graph), "-o", page], "is no timeline, event log or store of a fleet"),
         ([first, first, "-o", page], "is given twice"),
         ([first, "-o", str(tmp_path / "fleet.svg")], "a report of a fleet is a page"),
     ):

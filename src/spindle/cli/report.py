@@ -32,7 +32,7 @@ def report(
             metavar="INPUT [INPUT]...",
             help="Run folders, which spindle.Trainer(run_folder=...) writes; or what `spindle plan` takes, alone (all "
             "planners are compared) or followed by plans; or what `spindle fleet simulate` writes, timelines (-o) or "
-            "events (--events).",
+            "events (--events); or the store of a live fleet.",
             show_default=False,
         ),
     ],
@@ -118,10 +118,15 @@ def report(
 
 
 def _is_of_fleet(given: str) -> bool:
-    """Whether a file holds the timeline or the events of a fleet: its first bytes say so."""
+    """Whether a file holds the timeline or the events of a fleet, or is the store of a live one: its first bytes say
+    so."""
+    from spindle.fleet.store import is_store
+
     path = Path(given)
     if not path.is_file():
         return False
+    if is_store(path):
+        return True
     with path.open("rb") as file:
         return b'"spindle":"fleet-' in file.read(64).replace(b" ", b"").replace(b"\n", b"")
 
@@ -133,16 +138,19 @@ def _fleet_report(inputs: list[str]) -> FleetReport:
     from spindle.fleet import FleetTimeline
     from spindle.fleet.event_log import read_event_log
     from spindle.fleet.history import timeline_of_log
+    from spindle.fleet.store import is_store
     from spindle.report import FleetReport
 
     timelines: dict[str, FleetTimeline] = {}
     for given in inputs:
         path = Path(given)
         if not _is_of_fleet(given):
-            raise InputError(f"{given}: is no timeline and no event log of a fleet; a report of a fleet has only those")
+            raise InputError(
+                f"{given}: is no timeline, event log or store of a fleet; a report of a fleet has only those"
+            )
         if given in timelines:
             raise InputError(f"{given}: is given twice")
-        if path.suffix == ".jsonl":
+        if is_store(path) or path.suffix == ".jsonl":
             timelines[given] = timeline_of_log(read_event_log(path), path.stem)
         else:
             timelines[given] = read_artifact(path, "fleet-timeline", FleetTimeline)

@@ -1,4 +1,4 @@
-"""Events and actions as lines of JSON, and their replay.
+"""Events and actions as lines of JSON, and their replay; also those of a live fleet, from its store.
 
 The first line says which fleet and which options; then every event is followed by the actions that it led to. `replay`
 feeds the events to the scheduler again and compares its actions with the recorded ones, byte for byte.
@@ -18,6 +18,7 @@ from spindle.fleet.events import Action, Event, action_json, event_from_json, ev
 from spindle.fleet.fleet import Fleet
 from spindle.fleet.scheduler import schedule
 from spindle.fleet.state import SchedulerOptions, State
+from spindle.fleet.store import Store, is_store
 
 _KIND = "fleet-events"
 
@@ -61,7 +62,16 @@ def log_lines(
         yield from map(action_line, actions)
 
 
+def store_log(store: Store) -> EventLog:
+    """The events of a live fleet so far."""
+    return EventLog(fleet=store.fleet, options=store.options, entries=tuple(store.entries()))
+
+
 def read_event_log(path: Path) -> EventLog:
+    """The events of a file of lines, or of the store of a live fleet."""
+    if is_store(path):
+        with Store.open(path) as store:
+            return store_log(store)
     lines = [line for line in read_text_file(path).splitlines() if line.strip()]
     if not lines:
         raise InputError(f"{path}: is empty; expected the events of a fleet, one JSON object per line")

@@ -350,6 +350,7 @@ def join_world() -> World:
             )
         return world
     if size == 1:
+        recorder.start()
         return World(0, 1, _device())
     device = _device()
     if VIRTUAL_VARIABLE in os.environ:
@@ -361,6 +362,11 @@ def join_world() -> World:
     if variables.STORE in os.environ:  # a file that no other user can read, where a TCP store would be open to all
         store = dist.FileStore(os.environ[variables.STORE], size)  # type: ignore[attr-defined]
         dist.init_process_group(backend, store=store, rank=int(os.environ["RANK"]), world_size=size)
+    elif variables.LISTENING in os.environ:  # a socket that was bound before, so that no other process takes its port
+        address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+        descriptor = int(os.environ.pop(variables.LISTENING))
+        tcp_store = dist.TCPStore(address, port, size, is_master=True, master_listen_fd=descriptor)
+        dist.init_process_group(backend, store=tcp_store, rank=int(os.environ["RANK"]), world_size=size)
     else:
         dist.init_process_group(backend)
     _watch_ranks()

@@ -18,7 +18,7 @@ from spindle.train.optimizer import MakeLRScheduler, MakeOptimizer
 from spindle.train.sampling import SamplingWeight
 from spindle.train.task import TaskDefinition
 
-PIPELINE = "pipeline"
+DEFAULT_PLANNER, PIPELINE = "wavefront", "pipeline"
 
 MakePlan = Callable[[Profile], Plan]
 MakeProfile = Callable[[MetaGraph, int], Profile]  # of a graph and a number of devices
@@ -52,7 +52,7 @@ class Planning:
     ranks, and in pipelines.
     """
 
-    planner: str | MakePlan = "wavefront"
+    planner: str | MakePlan = DEFAULT_PLANNER
     plan: Plan | Path | str | None = None
     profile: Profile | Path | str | MakeProfile | None = None
     tensor_parallel_degrees: Mapping[str, int] = field(default_factory=dict)
