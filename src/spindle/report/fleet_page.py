@@ -168,8 +168,8 @@ def _span_columns(timeline: FleetTimeline) -> dict[str, Column]:
         start, ready, end = _micros(span.start_s), _micros(span.ready_s), _micros(span.end_s)
         lost = max(ready, end - _micros(span.lost_s))
         parts = ((start, ready, 1), (ready, lost, 0), (lost, end, 2))
-        for node, device in devices:
-            spans += [(first[node] + device, begin, finish, attempt * _PHASES + kind) for begin, finish, kind in parts]
+        for name, device in devices:
+            spans += [(first[name] + device, begin, finish, attempt * _PHASES + kind) for begin, finish, kind in parts]
     for number, fault in enumerate(timeline.faults):
         instruction = len(timeline.spans) * _PHASES + number
         down = _micros(fault.start_s), min(_micros(fault.end_s), _micros(timeline.end_s))
