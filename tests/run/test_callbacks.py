@@ -187,6 +187,10 @@ def test_a_run_folder_has_the_measured_steps_of_all_ranks(pool, tmp_path, planni
     for timeline in run.measured.values():
         for rank in range(2):
             assert (timeline.end - timeline.start)[timeline.rank == rank].sum() > 0
+        if not options:
+            # Memory was read in a step of its own, on every rank.
+            assert (timeline.peak_bytes() > timeline.static_bytes).all()
+            assert (timeline.static_bytes > 0).all()
     assert [line["step"] for line in run.steps if "loss" in line] == [0, 1, 2, 3]
     assert step_page_data(run_report({"run": run}))
 

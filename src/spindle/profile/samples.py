@@ -84,6 +84,7 @@ def curve_from_samples(samples: LayerSamples, batch_size: int, max_devices: int)
         backward_s=backward_s,
         launch_s=samples.launch_s,
         contention=contention,
+        measured=tuple(count for count in counts if -(-batch_size // count) in samples.rows),
     )
 
 

@@ -88,9 +88,15 @@ function drawCharts(report) {
       const at = new Map(entry.devices.map((count, index) => [count, entry.seconds[index]]));
       const colour = lineColour(report, place);
       const name = entry.name + (entry.ops > 1 ? ` and ${entry.ops - 1} more` : "") + (entry.degree > 1 ? `, tensor degree ${entry.degree}` : "");
-      series.push({ label: name, stroke: colour, width: 1.5, points: { show: true, size: 5, fill: colour } });
+      // Filled points were measured; hollow ones lie between measurements. Where nothing was measured, all are computed.
+      const hollow = entry.measured.length > 0;
+      series.push({ label: name, stroke: colour, width: 1.5, points: { show: true, size: 6, width: 1, stroke: colour, fill: hollow ? style("background") : colour } });
       data.push(counts.map((count) => at.get(count) ?? null));
-      series.push({ label: "chosen", class: "quiet", stroke: colour, width: 0, paths: () => null, points: { show: true, size: 12, width: 2, stroke: colour, fill: colour } });
+      if (hollow) {
+        series.push({ label: "measured", class: "quiet", stroke: colour, width: 0, paths: () => null, points: { show: true, size: 6, fill: colour } });
+        data.push(counts.map((count) => (entry.measured.includes(count) ? at.get(count) ?? null : null)));
+      }
+      series.push({ label: "chosen", class: "quiet", stroke: colour, width: 0, paths: () => null, points: { show: true, size: 14, width: 2, stroke: colour, fill: "#00000000" } });
       data.push(counts.map((count) => (entry.chosen.includes(count) ? at.get(count) ?? null : null)));
       series.push({ label: "evenly", class: "quiet", stroke: colour, width: 1, dash: [3, 4], points: { show: false } });
       data.push(counts.map((count) => (count >= entry.devices[0] ? (entry.seconds[0] * entry.devices[0]) / count : null)));

@@ -73,7 +73,7 @@ function makeTable(caption, head, rows) {
 
 /** A table of all timelines. @param {Report} report @param {Spans[]} timelines */
 function showOverview(report, timelines) {
-  const first = timelines[0];
+  const first = timelines[0], some = timelines.some((spans) => spans.hasMemory);
   const rows = timelines.map((spans) => {
     const { header } = spans, sums = totalOf(report, wholeSums(report, spans));
     const all = header.makespan * header.numRanks || 1;
@@ -82,9 +82,10 @@ function showOverview(report, timelines) {
       header.name, timeText(header.makespan), header.bound ? (header.makespan / header.bound).toFixed(3) : "–",
       `${(first.header.makespan / header.makespan).toFixed(2)} ×`,
       share("forward", "backward", "recompute"), share("transfer"), share("sync"), share("optimizer"), share("idle"),
+      ...(some ? [spans.hasMemory ? bytesText(peakBytes(spans)) : "–"] : []),
     ];
   });
-  byId("overview").replaceChildren(makeTable("", ["", "step", "× bound", `speedup over ${first.header.name}`, "compute", "send, receive", "synchronise", "optimizer", "idle"], rows));
+  byId("overview").replaceChildren(makeTable("", ["", "step", "× bound", `speedup over ${first.header.name}`, "compute", "send, receive", "synchronise", "optimizer", "idle", ...(some ? ["peak memory"] : [])], rows));
   const { workload, cluster, numRanks } = first.header;
   byId("subtitle").textContent = `${workload} on ${numRanks} device${numRanks === 1 ? "" : "s"} (${cluster})`;
 }

@@ -33,7 +33,7 @@ interface FleetData {
   attemptsOf: Map<number, number[]>;
   waitsOf: Map<number, [number, number, number, number][]>;
 }
-interface ReportCurve { name: string; degree: number; devices: number[]; seconds: number[]; chosen: number[]; ops: number }
+interface ReportCurve { name: string; degree: number; devices: number[]; seconds: number[]; measured: number[]; chosen: number[]; ops: number }
 interface ReportSteps {
   steps: number[];
   series: { [tag: string]: (number | null)[] };

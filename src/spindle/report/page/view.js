@@ -83,6 +83,7 @@ function show(report, timelines) {
     if (!second && chosen("colour") === "difference") byId("colour").value = "module";
     match = second && !ofFleet ? matchSpans(first, second) : null;
     layout = makeLayout(first, second, { mode: chosen("layout"), fold: chosen("fold"), height: rowHeight(), memory: byId("memory").checked });
+    if (byId("memory").checked) scaleMemory(timelines);
     state.row = Math.min(state.row, layout.bands.length - 1);
     if (state.selected && !shownTimelines().includes(state.selected.spans)) state.selected = null;
     resize();
