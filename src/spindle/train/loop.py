@@ -313,7 +313,7 @@ class Loop:
             if is_timed:
                 world.synchronize()  # a timeline needs a common start, as the simulator has
             is_read = number == 0 and run.is_as_planned and self._reads_memory(step)
-            with self._memory.counted() if not is_read else self._memory.read(runtime, update) as read_bytes:
+            with self._memory.read(runtime, update) if is_read else self._memory.counted() as read_bytes:
                 losses, watch = run.executor.step(
                     step,
                     {name: copied_to(world.device, batch.nest) for name, batch in read.items()},
@@ -325,7 +325,7 @@ class Loop:
                     loss_scale=None if update.loss_scale is None else update.loss_scale.scale,
                     check_losses=run.checks_losses and not checked.issuperset(variants),
                     timed=is_timed,
-                    read_bytes=read_bytes if is_read else None,
+                    read_bytes=read_bytes,
                 )
             if run.checks_losses:
                 checked.update(variants)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext
 
 import torch
 
@@ -36,9 +36,11 @@ class FitMemory:
         if self._budget is not None:
             self._budget.adopt(_resident_tensors(runtime, update))
 
-    def counted(self) -> AbstractContextManager[object]:
+    @contextmanager
+    def counted(self) -> Iterator[None]:
         """A context in which tensors are counted, if there is a limit."""
-        return self._budget or nullcontext()
+        with self._budget or nullcontext():
+            yield
 
     @contextmanager
     def read(self, runtime: RankRuntime, update: Update) -> Iterator[ReadBytes]:
