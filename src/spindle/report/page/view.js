@@ -160,6 +160,7 @@ function show(report, timelines) {
     const most = matchMedia("print").matches ? 2200 : Math.max(160, Math.floor(window.innerHeight * 0.66));
     height = Math.min(layout.height + AXIS, most);
     byId("stage").style.height = `${height}px`;
+    if (matchMedia("print").matches) byId("spacer").style.height = `${height}px`;  // paper does not scroll
     for (const each of [canvas, overlay]) {
       each.width = Math.round(width * ratio);
       each.height = Math.round(height * ratio);
