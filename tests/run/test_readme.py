@@ -45,6 +45,7 @@ PROGRAMS = (
     Program(
         page="pipelines.md", block=0, continues=TRAIN.page, prints=r"Losses over 4 steps(.|\n)*by planner pipeline"
     ),
+    Program(page="items.md", block=0, prints=r"Losses over 6 steps(.|\n)*by planner colocate"),
     Program(page="training.md", block=0, continues=TRAIN.page, prints=r"\{'image_text': \d"),
     Program(page="interface.md", block=0, prints=r"Losses over \d+ steps(.|\n)*metrics +classify/accuracy"),
     Program(page="planning.md", block=0, prints=r"\d+ ms, bound \d+ ms\n"),
@@ -60,6 +61,7 @@ TWINS = "tests/run/test_examples.py runs this script with fewer steps, on one pr
 TRANSFORMERS = "tests/run/test_from_transformers.py runs it"
 REPORTS = "tests/unit/test_step_report.py runs this verb on small runs, plans and graphs"
 QUICK_SEARCH = "takes half a minute; tests/unit/test_cli_pipelines.py runs this verb with fewer evaluations"
+LIVE_FLEET = "tests/run/test_fleet_live.py runs this verb on a live fleet"
 NOT_RUN = {
     "pip install -c constraints.txt '.[train]'": INSTALLS,
     "pip install -c constraints.txt -e '.[dev]'": INSTALLS,
@@ -85,6 +87,20 @@ NOT_RUN = {
     "python examples/vlm.py": TWINS,
     "spindle launch -n 2 examples/vlm.py --steps 40": TWINS,
     "python examples/plain/vlm.py": TWINS,
+    "pip install 'spindle-train[fleet]'": INSTALLS,
+    "ray start --head --labels=spindle-kind=a100": LIVE_FLEET,
+    "spindle fleet up": LIVE_FLEET,
+    "spindle fleet up --address 10.0.0.1:6379": LIVE_FLEET,
+    "spindle fleet submit --count 1-8 train.py": LIVE_FLEET,
+    "spindle fleet submit --count 1-16 train.py": LIVE_FLEET,
+    "spindle fleet submit --team vision --priority high --deadline 6h --kinds a100,h100 other.py --lr 1e-4": LIVE_FLEET,
+    "spindle fleet status": LIVE_FLEET,
+    "spindle fleet logs train --follow": LIVE_FLEET,
+    "spindle fleet explain fleet.db train": LIVE_FLEET,
+    "spindle fleet stop train": LIVE_FLEET,
+    "spindle fleet drain node3": LIVE_FLEET,
+    "spindle fleet down": LIVE_FLEET,
+    "sbatch train.sh": "tests/run/test_fleet_slurm.py submits such a script",
 }
 # The first of the commands that write a file which others read.
 WRITERS = (

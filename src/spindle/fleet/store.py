@@ -55,7 +55,8 @@ CREATE TABLE plans (
 );
 CREATE TABLE attempts (
     job TEXT NOT NULL, attempt INTEGER NOT NULL, cell TEXT NOT NULL, nodes TEXT NOT NULL, start_s REAL NOT NULL,
-    ready_s REAL, end_s REAL, step INTEGER, step_s REAL, saved_step INTEGER, outcome TEXT NOT NULL DEFAULT '',
+    ready_s REAL, end_s REAL, step INTEGER, step_s REAL, saved_step INTEGER, checkpoints TEXT NOT NULL DEFAULT '',
+    outcome TEXT NOT NULL DEFAULT '',
     PRIMARY KEY (job, attempt)
 );
 CREATE TRIGGER events_stay BEFORE UPDATE ON events BEGIN SELECT RAISE(ABORT, 'events are append-only'); END;
@@ -78,6 +79,15 @@ class Submission:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class StoredPlan:
+    """A cell's plan, and the profile that it was made from, as JSON."""
+
+    cell: Cell
+    plan: str
+    profile: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Command:
     """What a user asked for: `body` is an object whose `command` names it."""
 
@@ -89,7 +99,7 @@ class Command:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AttemptRecord:
     """A start of a job, and what is known of it. Times are on the fleet's clock; `ready_s` is its first step,
-    `saved_step` that of its newest checkpoint. `outcome` is empty while it runs."""
+    `saved_step` that of its newest checkpoint, in the folder `checkpoints`. `outcome` is empty while it runs."""
 
     job: str
     attempt: int
@@ -101,6 +111,7 @@ class AttemptRecord:
     step: int | None = None
     step_s: float | None = None
     saved_step: int | None = None
+    checkpoints: str = ""
     outcome: str = ""
 
 
@@ -242,10 +253,11 @@ class Store:
         actions: Sequence[Action],
         *,
         submission: Submission | None = None,
+        plans: Iterable[StoredPlan] = (),
         answers: Iterable[tuple[int, str]] = (),
     ) -> list[int]:
-        """Append an event with the scheduler's actions, the submission of a new job and answers to commands, all or
-        nothing. Returns the numbers of the actions."""
+        """Append an event with the scheduler's actions, the submission of a new job, plans of the event's job and
+        answers to commands, all or nothing. Returns the numbers of the actions."""
         with self._transaction() as cursor:
             body = _dump(event_json(event))
             number = cursor.execute("INSERT INTO events (time_s, body) VALUES (?, ?)", (event.time_s, body)).lastrowid
@@ -253,9 +265,12 @@ class Store:
             for action in actions:
                 row = (number, _dump(action_json(action)))
                 numbers.append(cursor.execute("INSERT INTO actions (event, body) VALUES (?, ?)", row).lastrowid or 0)
+            job = getattr(event, "job", "")
+            name = job if isinstance(job, str) else job.name
             if submission is not None:
-                name = event.job.name  # type: ignore[union-attr]
                 cursor.execute("INSERT INTO jobs VALUES (?, ?)", (name, _dump(to_json(submission))))
+            rows = [(name, each.cell.kind, each.cell.num_devices, each.plan, each.profile) for each in plans]
+            cursor.executemany("INSERT OR REPLACE INTO plans VALUES (?, ?, ?, ?, ?)", rows)
             _answer(cursor, answers)
             return numbers
 
@@ -324,11 +339,6 @@ class Store:
             raise InputError(f"{self.path}: no job is called {job!r}; `spindle fleet status` lists them")
         return from_json(Submission, json.loads(row[0]), f"{self.path}: job {job!r}")
 
-    def write_plan(self, job: str, cell: Cell, plan: str, profile: str) -> None:
-        with self._transaction() as cursor:
-            row = (job, cell.kind, cell.num_devices, plan, profile)
-            cursor.execute("INSERT OR REPLACE INTO plans VALUES (?, ?, ?, ?, ?)", row)
-
     def plan(self, job: str, cell: Cell) -> tuple[str, str] | None:
         """A cell's plan and profile, as JSON, if it was planned."""
         with _errors(self.path):
@@ -342,11 +352,11 @@ class Store:
                 (
                     *(record.job, record.attempt, _dump(to_json(record.cell)), _dump(to_json(record.nodes))),
                     *(record.start_s, record.ready_s, record.end_s, record.step, record.step_s, record.saved_step),
-                    record.outcome,
+                    *(record.checkpoints, record.outcome),
                 )
                 for record in records
             ]
-            cursor.executemany("INSERT OR REPLACE INTO attempts VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?)", rows)
+            cursor.executemany("INSERT OR REPLACE INTO attempts VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?)", rows)
 
     def attempts(self) -> list[AttemptRecord]:
         """Every start of a job, in order."""
@@ -364,10 +374,33 @@ class Store:
                 step=step,
                 step_s=step_s,
                 saved_step=saved_step,
+                checkpoints=checkpoints,
                 outcome=outcome,
             )
-            for job, attempt, cell, nodes, start_s, ready_s, end_s, step, step_s, saved_step, outcome in rows
+            for (
+                job,
+                attempt,
+                cell,
+                nodes,
+                start_s,
+                ready_s,
+                end_s,
+                step,
+                step_s,
+                saved_step,
+                checkpoints,
+                outcome,
+            ) in rows
         ]
+
+    def set_waits(self, reasons: dict[str, str]) -> None:
+        """Why jobs that have devices do not start, for people."""
+        text = _dump(reasons)
+        if text != (self.meta("waits") or "{}"):
+            self.set_meta("waits", text)
+
+    def waits(self) -> dict[str, str]:
+        return json.loads(self.meta("waits") or "{}")  # type: ignore[no-any-return]
 
     # What engines keep.
 

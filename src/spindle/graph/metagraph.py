@@ -39,6 +39,11 @@ class MetaOp:
     parameters: tuple[tuple[int, ...], ...] = ()
     items: tuple[int, ...] = ()
 
+    @property
+    def whole_call(self) -> str:
+        """The call that it is of, or that it is a part of."""
+        return (self.call or "").rpartition(".")[0] if self.items else self.call or ""
+
     def __post_init__(self) -> None:
         if len(set(self.items)) < len(self.items):
             raise WorkloadError(f"op {self.name!r}: a part has each of its items once, got {list(self.items)[:12]}")

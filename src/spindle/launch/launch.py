@@ -16,9 +16,7 @@ from __future__ import annotations
 
 import math
 import os
-import secrets
 import signal
-import socket
 import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -30,12 +28,22 @@ from spindle.errors import InputError
 from spindle.launch import variables
 from spindle.launch.folders import locked, private_folder
 from spindle.launch.mps import shared_gpu
-from spindle.launch.ranks import AFTER_FAILURE, POLL_S, Escalation, HostRanks, end_ranks, log_end, log_path
+from spindle.launch.ranks import (
+    AFTER_FAILURE,
+    POLL_S,
+    Escalation,
+    HostRanks,
+    common_environment,
+    end_ranks,
+    folder_environment,
+    log_end,
+    log_path,
+    make_folder,
+)
 from spindle.launch.restart import Fault, Restarts
 from spindle.launch.verdict import Verdict, verdict
 
 BYTES_PER_PROCESS = 128 << 20  # importing torch alone takes more
-LONGEST_TEMPORARY = 70  # bytes in the path of a folder for temporary files
 
 GRACE_S = 30.0  # in which ranks may save a checkpoint after SIGTERM; another signal cuts it short
 STOPPED = 128 + signal.SIGTERM  # the exit code that asks a job queue to requeue the job
@@ -87,7 +95,7 @@ def launch(
     with ExitStack() as stack:
         signals = stack.enter_context(_collected_signals())  # first, so that nothing interrupts the cleanup
         scratch = stack.enter_context(private_folder())
-        log_folder = _make_folder(logs or scratch / "logs")
+        log_folder = make_folder(logs or scratch / "logs")
         if logs is not None and not stack.enter_context(locked(log_folder)):
             raise InputError(f"{logs}: another running launch writes its logs here; give a different folder")
         environment = dict(environment or {})
@@ -141,10 +149,10 @@ def _run(attempt: _Attempt, signals: Sequence[int]) -> int | tuple[Verdict, Faul
     with ExitStack() as stack:
         # In memory: a full disk must not keep ranks from finding each other.
         private = stack.enter_context(private_folder(in_memory=True))
-        activity = _make_folder(private / "activity")
+        activity = make_folder(private / "activity")
         shared = stack.enter_context(shared_gpu(num_processes)) if attempt.share_gpu else {}
         job = stack.enter_context(closing(HostRanks(range(num_processes), activity)))
-        common = _common_environment(num_processes) | _folder_environment(attempt.scratch, private, activity)
+        common = common_environment(num_processes) | folder_environment(attempt.scratch, private, activity)
         common |= dict(attempt.restart_environment) | shared | dict(attempt.environment)
         for rank in range(num_processes):
             if signals:
@@ -203,59 +211,6 @@ def _collected_signals() -> Iterator[list[int]]:
         for number, handler in before.items():
             if handler is not None:  # None: it was not set by Python
                 signal.signal(number, handler)
-
-
-def _common_environment(num_processes: int) -> dict[str, str]:
-    """The environment of all ranks: the variables that torchrun sets, and how to talk to this launcher."""
-    loopback = "lo0" if sys.platform == "darwin" else "lo"
-    defaults = {
-        "GLOO_SOCKET_IFNAME": loopback,  # otherwise gloo resolves the host name, which may be any address
-        "OMP_NUM_THREADS": str(max(1, _num_usable_cores() // num_processes)),
-        # A rank that loses a peer prints pages of C++ frames, above the first cause that we print.
-        "TORCH_CPP_LOG_LEVEL": "FATAL",
-    }
-    return (
-        defaults
-        | os.environ
-        | {
-            "WORLD_SIZE": str(num_processes),
-            "LOCAL_WORLD_SIZE": str(num_processes),
-            "MASTER_ADDR": "127.0.0.1",  # for scripts that make a process group of their own
-            "MASTER_PORT": str(_free_port()),
-            variables.LAUNCHER: str(os.getpid()),
-            variables.SECRET: secrets.token_hex(32),
-        }
-    )
-
-
-def _folder_environment(scratch: Path, private: Path, activity: Path) -> dict[str, str]:
-    folders = {variables.STORE: str(private / "store"), variables.ACTIVITY: str(activity)}
-    # Removed with everything that loaders of killed ranks leave in it. Paths of sockets have at most 107 bytes.
-    temporary = scratch / "tmp"
-    if len(os.fsencode(temporary)) <= LONGEST_TEMPORARY:
-        folders["TMPDIR"] = str(_make_folder(temporary))
-    return folders
-
-
-def _num_usable_cores() -> int:
-    if hasattr(os, "sched_getaffinity"):
-        return len(os.sched_getaffinity(0))
-    return os.cpu_count() or 1
-
-
-def _free_port() -> int:
-    """A port that was free a moment ago. Rank 0 binds it later; the system hands out other ports in between."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        return int(free.getsockname()[1])
-
-
-def _make_folder(folder: Path) -> Path:
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise InputError(f"{folder}: cannot create this folder ({error.strerror})") from error
-    return folder
 
 
 def _print(text: str) -> None:

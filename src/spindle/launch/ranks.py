@@ -7,7 +7,9 @@ with the thread that started them: start them from a main thread.
 from __future__ import annotations
 
 import os
+import secrets
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -27,6 +29,7 @@ STOPPED_LIMIT_S = 8.0  # a rank that is stopped for longer counts as failed: the
 STOPPED_POLL_S = 0.5
 HUNG_POLL_S = 1.0
 REAP_S = 5.0
+LONGEST_TEMPORARY = 70  # bytes in the path of a folder for temporary files
 LOG_END_LINES = 20
 LOG_END_BYTES = 1 << 16
 
@@ -257,3 +260,61 @@ def log_end(path: Path) -> str:
     # A progress bar overwrites its line: only the text after the last carriage return is visible.
     lines = [line.rstrip("\r").rpartition("\r")[2] for line in text.rstrip().split("\n")]
     return "\n".join(lines[-LOG_END_LINES:])
+
+
+def common_environment(
+    num_processes: int, world_size: int | None = None, address: str = "127.0.0.1", port: int | None = None
+) -> dict[str, str]:
+    """The environment of the `num_processes` ranks of this host, of all ranks unless `world_size` says otherwise: the
+    variables that torchrun sets, and how to talk to this launcher. Ranks find each other at `address` and `port`."""
+    loopback = "lo0" if sys.platform == "darwin" else "lo"
+    defaults = {
+        "OMP_NUM_THREADS": str(max(1, _num_usable_cores() // num_processes)),
+        # A rank that loses a peer prints pages of C++ frames, above the first cause that we print.
+        "TORCH_CPP_LOG_LEVEL": "FATAL",
+    }
+    if address.startswith("127."):
+        defaults["GLOO_SOCKET_IFNAME"] = loopback  # otherwise gloo resolves the host name, which may be any address
+    return (
+        defaults
+        | os.environ
+        | {
+            "WORLD_SIZE": str(num_processes if world_size is None else world_size),
+            "LOCAL_WORLD_SIZE": str(num_processes),
+            "MASTER_ADDR": address,  # for scripts that make a process group of their own
+            "MASTER_PORT": str(_free_port() if port is None else port),
+            variables.LAUNCHER: str(os.getpid()),
+            variables.SECRET: secrets.token_hex(32),
+        }
+    )
+
+
+def folder_environment(scratch: Path, private: Path, activity: Path) -> dict[str, str]:
+    """The environment that names folders of a launcher: for temporary files, and in memory."""
+    folders = {variables.STORE: str(private / "store"), variables.ACTIVITY: str(activity)}
+    # Removed with everything that loaders of killed ranks leave in it. Paths of sockets have at most 107 bytes.
+    temporary = scratch / "tmp"
+    if len(os.fsencode(temporary)) <= LONGEST_TEMPORARY:
+        folders["TMPDIR"] = str(make_folder(temporary))
+    return folders
+
+
+def _num_usable_cores() -> int:
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
+
+
+def _free_port() -> int:
+    """A port that was free a moment ago. Rank 0 binds it later; the system hands out other ports in between."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        return int(free.getsockname()[1])
+
+
+def make_folder(folder: Path) -> Path:
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise InputError(f"{folder}: cannot create this folder ({error.strerror})") from error
+    return folder

@@ -20,17 +20,21 @@ from spindle.graph import MetaGraph
 from spindle.measure.cache import Cache, Times
 from spindle.measure.contention import ALONE, NUM_COPIES, measure_contention
 from spindle.measure.rank_sync import RankSync
-from spindle.measure.timing import Work, time_passes
-from spindle.profile import Contention, LayerSamples
+from spindle.measure.timing import Cut, Work, time_passes
+from spindle.profile import Contention, ItemTimes, LayerSamples
 from spindle.run import (
     Axes,
+    ItemCode,
     LayerCode,
     LayersCode,
+    Lengths,
     LossCode,
     OpCode,
     as_leaves,
+    chosen_items,
     copied,
     cut,
+    cut_items,
     pytree_meta,
     takes_gradient,
 )
@@ -77,7 +81,7 @@ class LayerMeter:
         self._longest_s = 0.0
         self._rank_sync, self._cache = rank_sync, cache  # the first rank has the cache
         self._known: dict[tuple[tuple[str, str], ...], Times] = {}
-        self._contention: dict[tuple[tuple[str, str], ...], Contention] = {}
+        self._contention: dict[tuple[tuple[str, str], ...], tuple[Contention, float | None]] = {}
 
     def times(self, points: Sequence[_Point | Exception]) -> list[Times | Exception]:
         """The times of one layer at each point, or the error that prevented them."""
@@ -95,14 +99,18 @@ class LayerMeter:
                 self._remember(point, results[-1])
         return results
 
-    def contention(self, copies: Sequence[_Point | Exception]) -> Contention:
-        """How much copies of a layer slow each other down; each kind of layer is measured once."""
+    def contention(
+        self, copies: Sequence[_Point | Exception], *, splits: bool = False
+    ) -> tuple[Contention, float | None]:
+        """How much copies of a layer slow each other down, and with `splits` the share of weight gradients in the time
+        of backward; each kind of layer is measured once."""
         points = [copy for copy in copies if isinstance(copy, _Point)]
         if len(points) < len(copies):
-            return ALONE
+            return ALONE, None
         key = _sorted(points[0].key)
         if key not in self._contention:
-            self._contention[key] = measure_contention([point.work for point in points])
+            splits = splits and bool(points[0].work.parameters)
+            self._contention[key] = measure_contention([point.work for point in points], splits=splits)
         return self._contention[key]
 
     def _find(self, point: _Point | Exception) -> Times | None:
@@ -169,7 +177,9 @@ def measure_layers(
                         _point(_rotated(code[position], number), kinds[position], batch, inputs, device, graphs, False)
                         for number in range(NUM_COPIES)
                     ]
-                    measured = replace(measured, contention=(meter.contention(copies),) * len(measured.rows))
+                    # A compiled backward is one node of the autograd graph, which cannot be split.
+                    contention, share = meter.contention(copies, splits=not _is_compiled(code[position]))
+                    measured = replace(measured, contention=(contention,) * len(measured.rows), weight_share=share)
                 except Exception as error:  # nothing that training needs has failed
                     lanes = False
                     notify(
@@ -180,6 +190,74 @@ def measure_layers(
             num_done += len(points)
             progress(num_done / sum(map(len, sizes)))
     return {op.name: samples[op.name] for op in graph.metaops}
+
+
+def _is_compiled(code: OpCode) -> bool:
+    return isinstance(code, LayersCode) and any(layer.compiled is not None for layer in code.layers)
+
+
+def measure_items(
+    graph: MetaGraph,
+    code: Sequence[OpCode],
+    kinds: Sequence[Kind],
+    batches: Mapping[str, Any],
+    lengths: Mapping[str, Lengths],
+    device: torch.device,
+    meter: LayerMeter,
+) -> tuple[tuple[str, ItemTimes], ...]:
+    """Times of one layer of each item call whose items may run apart, on single items of a few lengths, by op name.
+    `lengths` are those of the items of each batch."""
+    measured: list[tuple[str, ItemTimes]] = []
+    for task in graph.tasks:
+        ops = [position for position in graph.order if graph.metaops[position].task == task]
+        codes = {position: item for position in ops if (item := _splittable(code[position])) is not None}
+        for entries in dict.fromkeys(item.entries for item in codes.values()):
+            group = [position for position, item in codes.items() if item.entries == entries]
+            measured += _measure_group(graph, code, kinds, batches[task], lengths[task], device, meter, group)
+    return tuple(measured)
+
+
+def _splittable(code: OpCode) -> ItemCode | None:
+    return code.items if isinstance(code, LayersCode) and code.items is not None and code.items.can_split else None
+
+
+def _measure_group(
+    graph: MetaGraph,
+    code: Sequence[OpCode],
+    kinds: Sequence[Kind],
+    batch: Any,
+    lengths: Lengths,
+    device: torch.device,
+    meter: LayerMeter,
+    group: Sequence[int],
+) -> Iterator[tuple[str, ItemTimes]]:
+    item_code = _splittable(code[group[0]])
+    assert item_code is not None
+    entry = item_code.length_entry
+    of_item = lengths[entry] if entry is not None else (1,) * item_code.num_items(batch, lengths)
+    times: dict[int, list[tuple[int, float, float]]] = {position: [] for position in group}
+    for item in chosen_items(of_item):
+        alone = cut_items(batch, item_code, lengths, [item])
+        outputs: dict[int, Any] = {}
+        for position in group:
+            op_code = code[position]
+            assert isinstance(op_code, LayersCode)
+            inputs = {graph.metaops[source].call: outputs[source] for source in graph.predecessors[position]}
+            leaves = {name: as_leaves(values) for name, values in inputs.items()}
+            (result,) = meter.times([_point(op_code, kinds[position], alone, leaves, device, False, False)])
+            if isinstance(result, Exception):
+                raise result
+            times[position].append((of_item[item], result.forward_s, result.backward_s))
+            values: Any = None
+            for run in _steps(op_code, alone, inputs):
+                values = as_leaves(run(copied(values)))
+            outputs[position] = values
+    for position in group:
+        rows, forward_s, backward_s = zip(*times[position], strict=True)
+        yield (
+            graph.metaops[position].name,
+            ItemTimes(lengths=rows, forward_s=forward_s, backward_s=backward_s, together=tuple(of_item)),
+        )
 
 
 def _rotated(code: OpCode, number: int) -> OpCode:
@@ -281,6 +359,7 @@ def _point(
     """What to time for an op on this batch and these inputs; the key has all that the time depends on."""
     try:
         read: dict[str, Any] = {}
+        pieces: Callable[[], list[Cut]] | None = None
         match code:
             case LossCode():
                 layers: tuple[LayerCode, ...] = ()
@@ -303,6 +382,7 @@ def _point(
                         values = step(values)
                     return values
 
+                pieces = partial(_pieces, steps)
                 if code.arguments is None:
                     read["inputs"] = tuple(inputs.values())
                 else:
@@ -331,8 +411,21 @@ def _point(
         device=device,
         is_graphed=is_graphed,
         copies_gradients=copies_gradients,
+        pieces=pieces,
     )
     return _Point(key=key, work=work, num_layers=max(1, len(layers)))
+
+
+def _pieces(steps: Sequence[Callable[[Any], Any]]) -> list[Cut]:
+    """Run layers, each with an autograd graph of its own, as chunks of a slot have."""
+    pieces: list[Cut] = []
+    values: Any = None
+    for step in steps:
+        leaves = [] if values is None else tree_leaves(values)
+        values = step(values)
+        pieces.append((leaves, tree_leaves(values)))
+        values = as_leaves(values)
+    return pieces
 
 
 def _form(nest: Any) -> str:

@@ -22,14 +22,14 @@ from spindle.graph import MetaGraph
 from spindle.launch import VIRTUAL_VARIABLE, ProfileCapture
 from spindle.measure.cache import Cache
 from spindle.measure.host import measure_host_overhead
-from spindle.measure.layers import Kind, LayerMeter, measure_layers
+from spindle.measure.layers import Kind, LayerMeter, measure_items, measure_layers
 from spindle.measure.links import measure_link
 from spindle.measure.overlap import Overlap, measure_overlap
 from spindle.measure.p2p_latency import measure_p2p_latency
 from spindle.measure.rank_sync import RankSync
 from spindle.measure.rates import measure_rates
-from spindle.profile import LayerSamples, Profile, sampled_profile
-from spindle.run import Axes, OpCode, World
+from spindle.profile import ItemTimes, LayerSamples, Profile, sampled_profile
+from spindle.run import Axes, Lengths, OpCode, World
 
 # Share of a GPU's memory: in a step that filled it, 7 % were lost to fragmentation in torch's allocator.
 _USABLE = 0.9
@@ -48,6 +48,7 @@ def local_profile(
     notify: Callable[[str], None] = lambda text: None,
     graphs: bool = False,
     lanes: int = 1,
+    lengths: Mapping[str, Lengths] | None = None,
     capture: ProfileCapture | None = None,
 ) -> Profile:
     """Measure layers, optimizer and links. A collective: every rank gets the same profile.
@@ -57,13 +58,14 @@ def local_profile(
     the same time, so curves hold with all neighbours busy, and rates say how much faster a device is with fewer.
 
     On a GPU, where times are repeatable, layers are looked up in the cache; on a CPU, whose load changes, only if a
-    profile was requested.
+    profile was requested. With `lengths`, those of the items of each batch, single items are measured, too.
     """
     # Links first, while nothing computes; then layers, and what else needs the longest of them.
     rank_sync = RankSync(world, enabled=VIRTUAL_VARIABLE in os.environ)
     summed = torch.bfloat16 if graph.numerics.gradient_bytes == 2 else torch.float32
     cluster = _cluster(world, summed)
     samples: dict[str, LayerSamples] = {}
+    item_times: tuple[tuple[str, ItemTimes], ...] = ()
     rates: tuple[float, ...] = ()
     overlap, update, longest = Overlap(), None, None
     if rank_sync.size > 1 or world.rank == 0:
@@ -81,10 +83,12 @@ def local_profile(
             world.device,
             meter,
             graphs=graphs,
-            lanes=lanes > 1 and world.size == 1 and world.device.type == "cuda" and _has_several_modules(graph),
+            lanes=lanes > 1 and world.size == 1 and world.device.type == "cuda" and _has_modules(graph),
             notify=notify,
             progress=progress,
         )
+        if lengths is not None:
+            item_times = measure_items(graph, code, kinds, batches, lengths, world.device, meter)
         rates = _host_rates(world) if rank_sync.size == 1 else measure_rates(meter.longest, rank_sync)
         if world.device.type == "cuda":
             overlap = measure_overlap(meter.longest, rank_sync, world, cluster.islands[0].link, summed)
@@ -100,18 +104,30 @@ def local_profile(
             sampled_profile(graph, _adjusted(cluster, update, overlap.collective_s, latency_s), samples, rates),
             overlap=overlap.overlap,
             exchange_overlap=overlap.exchange_overlap,
-            gradients_stay=world.device.type == "cuda",
+            # A process alone has its gradients in the memory of its graphs, where they follow activations.
+            gradients_stay=world.device.type == "cuda" and world.size > 1,
+            lane_bytes=_lane_bytes(world),
             sends_stay=world.device.type != "cuda",
             host=host,
             measured_on=_where_and_when(world),
+            item_times=item_times,
         )
     shared: Profile = world.broadcast_object(profile)
     return shared
 
 
-def _has_several_modules(graph: MetaGraph) -> bool:
-    """Whether several modules could share a device; losses are not worth it."""
-    return len({op.module for op in graph.metaops if any(op.parameters)}) > 1
+def _lane_bytes(world: World) -> int:
+    """What libraries keep for each stream: cuBLAS a workspace for each thread that computes, one of which is
+    autograd's (32 MiB from compute capability 9 on, as torch chooses)."""
+    if world.device.type != "cuda":
+        return 0
+    is_large = torch.cuda.get_device_capability(world.device)[0] >= 9
+    return 2 * (32 * 2**20 if is_large else 2**23 + 2**17)
+
+
+def _has_modules(graph: MetaGraph) -> bool:
+    """Whether modules, or their input and weight gradients, could share a device; losses are not worth it."""
+    return any(any(op.parameters) for op in graph.metaops)
 
 
 def _machine(world: World, rank_sync: RankSync) -> dict[str, str]:

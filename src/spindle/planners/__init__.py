@@ -23,7 +23,7 @@ from spindle.planners.colocate.planner import SYSTEMS, choose_colocation, compar
 from spindle.planners.compiled import needs_compiling
 from spindle.planners.exhaustive import schedule_exhaustive
 from spindle.planners.lanes import with_lanes
-from spindle.planners.options import Chain, Layout, PlanOptions, Progress
+from spindle.planners.options import SPREAD, Chain, Layout, PlanOptions, Progress
 from spindle.planners.paper import paper_waves, schedule_paper
 from spindle.planners.pipeline.baselines import BASELINES, baseline_layouts, plan_baseline
 from spindle.planners.pipeline.bound import PipelineBound, pipeline_bound, pipeline_bound_s
@@ -38,6 +38,7 @@ from spindle.profile import Profile
 
 __all__ = [
     "PLANNERS",
+    "SPREAD",
     "Answer",
     "Chain",
     "Job",

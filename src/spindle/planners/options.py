@@ -44,7 +44,9 @@ class Chain:
 class Layout:
     """Where the chunks of a pipeline stand: chains over so many pipeline ranks, in as many replicas as the devices
     allow; a pipeline rank is a tensor parallel group. `cut_by` says what chunks have equal shares of: time, or
-    parameters. The first `num_dedicated` ranks of each replica run dedicated chains alone, the others all others."""
+    parameters. The first `num_dedicated` ranks of each replica run dedicated chains alone, the others all others.
+    Where chains stand whole on several groups, these share the optimizer state of their weights, unless
+    `shards_optimizer` is False."""
 
     num_ranks: int
     num_replicas: int
@@ -52,6 +54,7 @@ class Layout:
     chains: tuple[Chain, ...]
     cut_by: str = "time"
     num_dedicated: int = 0
+    shards_optimizer: bool = True
 
     def __post_init__(self) -> None:
         is_dedicated = any(chain.placement == DEDICATED for chain in self.chains)

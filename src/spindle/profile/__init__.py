@@ -6,6 +6,7 @@ from spindle.profile.curve import Contention, Curve
 from spindle.profile.efficiency import EFFICIENCIES_KIND, AttentionTable, Efficiencies, GemmColumn, MemoryTable
 from spindle.profile.file import fitting, read_profile, write_profile
 from spindle.profile.host import HostOverhead
+from spindle.profile.items import ItemTimes
 from spindle.profile.memory import backward_bytes, bytes_text, saved_bytes, state_bytes
 from spindle.profile.operators import Attention, Collective, Gemm, LayerOperators, MemoryBound, Operator, Pass
 from spindle.profile.profile import Profile, Setting
@@ -24,6 +25,7 @@ __all__ = [
     "Gemm",
     "GemmColumn",
     "HostOverhead",
+    "ItemTimes",
     "LayerOperators",
     "LayerSamples",
     "MemoryBound",

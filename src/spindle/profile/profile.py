@@ -11,6 +11,7 @@ from spindle.errors import ProfileError
 from spindle.graph import MetaGraph
 from spindle.profile.curve import Curve
 from spindle.profile.host import HostOverhead
+from spindle.profile.items import ItemTimes
 
 _MAX_SHOWN = 40  # ops, in a notebook
 
@@ -35,10 +36,11 @@ class Profile:
     `gangs`: times on n devices are opaque (given by hand), so the devices of a slot start together. `host_rates[k -
     1]`: the speed of each device while k devices of its island are busy; empty if it does not matter. `overlap`:
     slowdown of compute on a device that reduces gradients at the same time. `exchange_overlap`: slowdown of that
-    reduction. `gradients_stay`: gradients keep their memory from step to step, as with CUDA graphs. `sends_stay`: sent
-    gradients keep theirs until the step ends, as under gloo, which does not report when they are sent. `host`: launch
-    overhead, where hosts may be slower than their GPUs. `leaves_out`: what is not modelled, in words. `measured_on`:
-    where and when it was measured, if it was.
+    reduction. `gradients_stay`: gradients keep their memory from step to step, as with CUDA graphs. `lane_bytes`: what
+    libraries keep for each lane. `sends_stay`: sent gradients keep their memory until the step ends, as under gloo,
+    which does not report when they are sent. `host`: launch overhead, where hosts may be slower than their GPUs.
+    `leaves_out`: what is not modelled, in words. `measured_on`: where and when it was measured, if it was.
+    `item_times`: by op of an item call, how long single items take.
     """
 
     graph: MetaGraph
@@ -49,10 +51,12 @@ class Profile:
     overlap: float = 1.0
     exchange_overlap: float = 1.0
     gradients_stay: bool = True
+    lane_bytes: int = 0
     sends_stay: bool = False
     host: HostOverhead | None = None
     leaves_out: tuple[str, ...] = ()
     measured_on: str = ""
+    item_times: tuple[tuple[str, ItemTimes], ...] = ()
     families: tuple[frozenset[str], ...] = field(init=False, repr=False, compare=False)  # modules with tied weights
 
     def __post_init__(self) -> None:
@@ -163,7 +167,10 @@ class Profile:
     def restricted(self, graph: MetaGraph) -> Profile:
         """The profile of a graph with a subset of the ops (fewer tasks)."""
         curves_of = {op.name: curves for op, curves in zip(self.graph.metaops, self.curves, strict=True)}
-        return replace(self, graph=graph, curves=tuple(curves_of[op.name] for op in graph.metaops))
+        names = {op.name for op in graph.metaops}
+        item_times = tuple(entry for entry in self.item_times if entry[0] in names)
+        curves = tuple(curves_of[op.name] for op in graph.metaops)
+        return replace(self, graph=graph, curves=curves, item_times=item_times)
 
     def up_to(self, num_devices: int) -> Profile:
         """The profile on the first `num_devices` devices, where there are more: points for more are left out."""

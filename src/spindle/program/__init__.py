@@ -27,6 +27,7 @@ from spindle.program.memory import Memory, counts_bytes, refuse_overfull
 from spindle.program.moves import StateSharding, moves_between, moving_s, state_sharding
 from spindle.program.posted import posted_peaks
 from spindle.program.program import NUM_LANES, Column, Flows, Link, Program, SlotShape
+from spindle.program.reshard import Join, item_runs, join_of
 from spindle.program.sharding import (
     Box,
     Piece,
@@ -59,6 +60,7 @@ __all__ = [
     "GatherParameters",
     "Instances",
     "Instruction",
+    "Join",
     "Link",
     "Memory",
     "OffloadCopies",
@@ -83,6 +85,8 @@ __all__ = [
     "instances_of",
     "instruction_of_code",
     "is_compute",
+    "item_runs",
+    "join_of",
     "keep_unused",
     "lane_name",
     "lane_of",

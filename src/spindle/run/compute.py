@@ -14,9 +14,11 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 from spindle.errors import TrainingError
 from spindle.models import apply_styles, with_styles
 from spindle.program import Backward
-from spindle.run.backward_split import run_input_part
+from spindle.run.backward_split import WeightPart, capture_input_part, run_input_part
 from spindle.run.graph_cache import GraphCache
 from spindle.run.graphs import Chunk, SlotOutput
+from spindle.run.items import cut_items, join_items
+from spindle.run.lanes import on_own_lane
 from spindle.run.losses import loss_part
 from spindle.run.op_code import LayerCode, LayersCode, LossCode
 from spindle.run.pytrees import Axes, TensorMeta, as_leaves, copied, cut, cut_leaf, joined, leaves_of, takes_gradient
@@ -49,7 +51,8 @@ class Compute:
         self._graph_cache, self.offload = graph_cache, offload
 
     def forward(self, step: Step, slot: RankSlot, watch: Watch, position: int) -> None:
-        trees = {link.source: self._input(step, link, watch) for link in slot.inputs} if slot.rows else {}
+        given = {link.number: self._input(step, link, watch) for link in slot.inputs} if slot.rows else {}
+        trees = _by_source(step, slot, given)
         watch.start[position] = watch.now()
         if slot.rows == 0 and not isinstance(slot.code, LossCode):
             return
@@ -62,7 +65,7 @@ class Compute:
         else:
             output = self._compute(step, slot, trees, watch)
         for link in slot.inputs if slot.rows else ():
-            leaves = leaves_of(trees[link.source])
+            leaves = leaves_of(given[link.number] if link.items else trees[link.source])
             step.inputs[link.number] = [leaf if takes_gradient(leaf) else None for leaf in leaves]
         step.pieces[slot.number] = output.pieces
         if isinstance(slot.code, LossCode):
@@ -234,10 +237,7 @@ class Compute:
             return
         if not instruction.makes_inputs:
             watch.start[position] = watch.now()
-            deferred = step.deferred.pop((slot.number, number))
-            while deferred:
-                deferred.pop().run()
-            self._syncs.gradients.keep(_used_by(slot, number))
+            self._run_weight_parts(step, slot, number)
             return
         is_last = number == len(slot.chunks) - 1
         pieces = step.pieces[slot.number]
@@ -250,8 +250,17 @@ class Compute:
             gradients = _gradients_of(leaves_of(pieces[_first_piece(pieces, number + 1)].inputs) if pieces else [])
         watch.start[position] = watch.now()
         if not instruction.makes_weights:
-            with self._styles(slot, first, last):
-                self._run_input_parts(step, slot, number, gradients)
+            if step.graphs is None or not step.graphs.backward_inputs(
+                slot,
+                first,
+                gradients,
+                lambda gradients: self._input_parts(step, slot, number, gradients, capture_input_part),
+                is_last=is_last,
+            ):
+                with self._styles(slot, first, last):
+                    step.deferred[slot.number, number] = self._input_parts(
+                        step, slot, number, gradients, run_input_part
+                    )
         elif step.graphs is None or not step.graphs.backward(
             slot, first, gradients, lambda: self._chunk(step, slot, number), is_last=is_last
         ):
@@ -290,11 +299,33 @@ class Compute:
             gradient = (gradient * step.loss_scale).to(gradient.dtype)
         return gradient
 
-    def _run_input_parts(self, step: Step, slot: RankSlot, chunk: int, gradients: list[torch.Tensor | None]) -> None:
-        """Compute the gradients of a chunk's inputs, piece by piece, and defer those of its weights."""
+    def _run_weight_parts(self, step: Step, slot: RankSlot, chunk: int) -> None:
+        """Compute the gradients of a chunk's weights."""
+        first = slot.chunks[chunk][0]
+        deferred: list[WeightPart] | None
+        if step.graphs is not None and step.graphs.has_weights(slot, first):
+            deferred = step.graphs.backward_weights(slot, first, _parameters_of(slot, chunk))
+        else:
+            deferred = step.deferred.pop((slot.number, chunk))
+        if deferred is None:
+            return
+        with on_own_lane(slot, self._world.device):
+            while deferred:
+                deferred.pop().run()
+            self._syncs.gradients.keep(_used_by(slot, chunk))
+
+    def _input_parts(
+        self,
+        step: Step,
+        slot: RankSlot,
+        chunk: int,
+        gradients: list[torch.Tensor | None],
+        run: Callable[..., WeightPart],
+    ) -> list[WeightPart]:
+        """Compute the gradients of a chunk's inputs, piece by piece. Returns what computes those of its weights."""
         # Last piece first. What is deferred keeps the output gradients of its piece, and runs when the program has the
         # weight part of this backward: in a pipeline that is where the rank would otherwise be idle.
-        deferred = step.deferred[slot.number, chunk] = []
+        deferred = []
         pieces = step.pieces[slot.number]
         for number in reversed(range(len(pieces))):
             piece = pieces[number]
@@ -304,10 +335,11 @@ class Compute:
             inputs: list[Any] = leaves_of(piece.inputs)
             if number == 0:
                 inputs = [leaf for link in slot.inputs for leaf in step.inputs[link.number]]
-            deferred.append(run_input_part(outputs, gradients, filter(takes_gradient, inputs)))
+            deferred.append(run(outputs, gradients, filter(takes_gradient, inputs)))
             if number:
                 gradients = _gradients_of(inputs)
             piece.outputs = piece.recompute = None
+        return deferred
 
     def _styles(self, slot: RankSlot, first: int, last: int) -> Any:
         """A context in which the layers of a slot run as this member of its tensor-parallel group."""
@@ -372,9 +404,28 @@ class Compute:
         return sums
 
 
+def _by_source(step: Step, slot: RankSlot, given: Mapping[int, Any]) -> dict[str, Any]:
+    """A slot's inputs by the calls that give them; outputs of parts are joined, unless the slot is a part itself."""
+    trees: dict[str, Any] = {}
+    parts: dict[str, list[LinkEnd]] = {}
+    for link in slot.inputs if given else ():
+        if link.items and not slot.items:
+            parts.setdefault(link.source, []).append(link)
+        else:
+            trees[link.source] = given[link.number]
+    for source, links in parts.items():
+        code = links[0].item_code
+        assert code is not None
+        outputs = [(link.items, given[link.number]) for link in links]
+        trees[source] = join_items(outputs, code, step.lengths[slot.task], f"{slot.task}/{source}")
+    return trees
+
+
 def _batch(step: Step, slot: RankSlot, axes: Axes) -> Any:
-    """A slot's rows of its task's batch."""
+    """A slot's rows of its task's batch, or a part's items."""
     tree = step.batches[slot.task]
+    if slot.items and isinstance(slot.code, LayersCode) and slot.code.items is not None:
+        return cut_items(tree, slot.code.items, step.lengths[slot.task], slot.items)
     if slot.task not in step.held:
         return cut(tree, axes, slot.num_rows, slot.begin, slot.end)
     leaves, spec = tree_flatten(tree)

@@ -4,8 +4,9 @@ Transfers are posted as soon as their data exists and waited for when it is need
 backward still runs. Each lane keeps the program's order, so what `verify` has proved holds here. Under NCCL, transfers
 and collectives are launched in one order, the same on all ranks (`program.launch_order`).
 
-Rows of a link are rows of the batch, because both ends of a task's flow have the same batch. Slots on several lanes of
-a GPU run on streams of their own (`lanes`). Left out so far: SM quotas for lanes.
+Rows of a link are rows of the batch, because both ends of a task's flow have the same batch; a part of an item call
+sends all of its output, and what it feeds joins the outputs of all parts in item order (`items`). Slots on several
+lanes of a GPU run on streams of their own (`lanes`). Left out so far: SM quotas for lanes.
 """
 
 from __future__ import annotations
@@ -31,6 +32,7 @@ from spindle.program import (
 from spindle.run.compute import Compute
 from spindle.run.gradients import GradientBuffers
 from spindle.run.graph_cache import GraphCache
+from spindle.run.items import Lengths
 from spindle.run.lanes import Lanes
 from spindle.run.op_code import LossCode, OpCode
 from spindle.run.pytrees import Axes, PytreeMeta
@@ -97,6 +99,7 @@ class Executor:
             is_enabled=captures,
             communicates=world.size > 1,
             num_lanes=program.plan.num_lanes,
+            has_weight_lanes=any(slot.has_weight_lane for slot in program.plan.slots),
         )
         self.offload = HostOffload(world.device, offload_copies(program, world.rank))
         self._place_of = {position: place for place, position in enumerate(self._rank_program.compute)}
@@ -144,6 +147,7 @@ class Executor:
         micro_step: MicroStep | None = None,
         held: Mapping[str, tuple[tuple[int, int], ...]] | None = None,
         cuts: Mapping[tuple[int, int], PytreeMeta] | None = None,
+        lengths: Mapping[str, Lengths] | None = None,
         loss_scale: torch.Tensor | None = None,
         check_losses: bool = False,
         timed: bool = True,
@@ -154,10 +158,10 @@ class Executor:
         `signatures` are digests of the shapes of all tasks' batches; a task without one is left out. For a batch of
         which this rank has only some rows, `held` has the rows of each leaf. `cuts` has, by op and number of layers,
         the shapes that cross that cut; all ranks must give the same ones, or none, in which case senders send the
-        metadata first. The last micro-step synchronises gradients and runs the optimizer. Losses are multiplied by
-        `loss_scale` for backward. Returns this rank's parts of the tasks' losses, then of the totals and counts of
-        `metrics`, all of which add up over ranks; and the times of a timed step, with what `read_bytes`
-        reads.
+        metadata first. `lengths` has the rows of items, by task with parts. The last micro-step synchronises gradients
+        and runs the optimizer. Losses are multiplied by `loss_scale` for backward. Returns this rank's parts of the
+        tasks' losses, then of the totals and counts of `metrics`, all of which add up over ranks; and the times of a
+        timed step, with what `read_bytes` reads.
         """
         step = Step(
             number=number,
@@ -166,6 +170,7 @@ class Executor:
             check_losses=check_losses,
             held=held or {},
             cuts=cuts or {},
+            lengths=lengths or {},
             loss_scale=loss_scale,
             new=self._transfers.new(signatures),
             micro_step=micro_step or MicroStep(tasks=frozenset(signatures)),
@@ -234,7 +239,9 @@ class Executor:
             step_graph = StepGraph(list(factors), self.world.device)
             step_graph.set_factors(factors, step.loss_scale)
             # In a step of its own, because a capture that fails leaves its state behind.
-            failure = graphs.capture_step(step_graph, lambda watch: self._run_passes(step.fork(), watch))
+            failure = graphs.capture_step(
+                step_graph, lambda watch: self._run_passes(step.fork(), watch), self._lanes_of_device
+            )
             for parameter in self._syncs.trained:
                 parameter.grad = before.get(id(parameter))
             if failure is not None:
@@ -330,6 +337,19 @@ class Executor:
     def without_graph(self) -> dict[str, str]:
         """Why slots run without a CUDA graph, by name."""
         return self.graph_cache.refused
+
+    @property
+    def without_weight_lane(self) -> dict[str, str]:
+        """Why weight gradients run on the lane of their slot on a GPU, though the plan has another for them, by
+        slot."""
+        if self.world.device.type != "cuda":
+            return {}
+        planned = [slot.name for slot in self._rank_program.slots.values() if slot.lane != slot.weight_lane]
+        if not self.graph_cache.is_enabled:
+            return dict.fromkeys(planned, "CUDA graphs are off")
+        every = self.graph_cache.refused.get("every slot")
+        refused = {name: self.graph_cache.refused.get(name, every) for name in planned}
+        return {name: reason for name, reason in refused.items() if reason is not None}
 
     @property
     def has_step_graph(self) -> bool:

@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from spindle.models import StyledModule
+from spindle.run.items import ItemCode
 from spindle.run.pytrees import Axes
 
 
@@ -37,12 +38,13 @@ class LayerCode:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LayersCode:
     """Layers of a module. The first op of a call has `arguments(batch, *outputs)`, which makes its arguments from the
-    outputs of the calls `sources`."""
+    outputs of the calls `sources`. Item calls, which may run in parts, have `items`."""
 
     layers: tuple[LayerCode, ...]
     arguments: Callable[..., Any] | None = None
     sources: tuple[str, ...] = ()
     reads_values: bool = False  # in this task, shapes may differ for batches of one shape
+    items: ItemCode | None = None
 
     @property
     def is_random(self) -> bool:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
+
+import numpy as np
 
 from spindle.graph import MetaGraph
 from spindle.program import (
@@ -20,6 +22,7 @@ from spindle.program import (
     launch_order,
     launches_collectives,
 )
+from spindle.run.items import ItemCode
 from spindle.run.op_code import LayersCode, LossCode, OpCode
 from spindle.run.pytrees import Axes
 
@@ -51,6 +54,8 @@ class LinkEnd:
     local: tuple[int, int] | None  # rows that this rank has on both sides
     is_whole: bool  # this rank produces and consumes the same rows: nothing is sent
     has_new_shapes: bool  # in every step
+    items: tuple[int, ...] = ()  # of the part that produces; it sends all of its output
+    item_code: ItemCode | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,6 +80,9 @@ class RankSlot:
     is_split: bool  # whether its backward is split into input and weight gradients
     recomputed: int  # how many of its first layers
     offloaded: int  # how many of the layers after those
+    lane: int = 0
+    weight_lane: int = 0  # of its weight gradients: its own unless the plan has another
+    items: tuple[int, ...] = ()  # of a part
 
     @property
     def first(self) -> int:
@@ -184,6 +192,11 @@ def _link_end(
     assert isinstance(layers, LayersCode)
     last = program.plan.slots[link.producer].last
     directions = ((link.forward, False), (link.backward, True))
+    op = graph.metaops[producer.op]
+    if op.items:
+        # Parts and what they feed count rows of different things: a part sends all it has.
+        made, used = dict.fromkeys(made, (0, 1)), dict.fromkeys(used, (0, 1))
+        directions = tuple((_whole_flows(flows), back) for flows, back in directions)
     had, wanted = made.get(rank), used.get(rank)
     local = None
     # Rows that a rank both produces and consumes are handed over in memory. A rank without rows (more devices than
@@ -196,8 +209,8 @@ def _link_end(
         number=number,
         producer=link.producer,
         consumer=link.consumer,
-        source=graph.metaops[producer.op].call or "",
-        task=graph.metaops[producer.op].task,
+        source=op.whole_call,
+        task=op.task,
         cut=(producer.op, last),
         axes=layers.layers[last - 1].axes,
         sends=(forward_sends, backward_sends),
@@ -205,7 +218,14 @@ def _link_end(
         local=local,
         is_whole=had == wanted == local and not any((*forward_sends, *forward_takes, *backward_sends, *backward_takes)),
         has_new_shapes=layers.reads_values,
+        items=op.items,
+        item_code=layers.items,
     )
+
+
+def _whole_flows(flows: Flows) -> Flows:
+    """The same messages, each of one row: all that a part has."""
+    return replace(flows, first=np.zeros_like(flows.first), last=np.ones_like(flows.last))
 
 
 def _flows(flows: Flows, backward: bool, used: Rows, rank: int, sends: bool) -> tuple[Flow, ...]:
@@ -268,6 +288,9 @@ def _slots(
             is_split=number in split,
             recomputed=planned.num_layers if op.name in recompute else planned.recomputed,
             offloaded=0 if op.name in recompute else planned.offloaded,
+            lane=planned.lane,
+            weight_lane=planned.lane_of_weights,
+            items=op.items,
         )
     return slots
 

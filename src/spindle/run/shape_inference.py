@@ -12,11 +12,10 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._pytree import tree_unflatten
 
 from spindle.graph import MetaGraph
-from spindle.models import FakeWeights, ModuleSnapshot, as_when_compiling
+from spindle.models import FakeWeights, ModuleSnapshot, as_when_compiling, fake_mode
 from spindle.run.op_code import LayerCode, LayersCode, OpCode
 from spindle.run.pytrees import PytreeMeta, TensorMeta, copied, pytree_meta
 
@@ -29,22 +28,31 @@ class ShapeInference:
 
     def __init__(self, modules: Sequence[nn.Module], device: torch.device, autocast: torch.dtype | None = None) -> None:
         self._modules, self._device, self._autocast = modules, device, autocast
-        self._mode = FakeTensorMode(allow_non_fake_inputs=True)
+        self._mode = fake_mode()
         self._swapped = [FakeWeights(module, self._mode, device) for module in modules]
         self._entered: ExitStack | None = None
         # With the functions whose ids are in the key, so that no other object gets these ids.
         self._known: dict[Any, tuple[Any, PytreeMeta | None]] = {}
 
-    def of(self, graph: MetaGraph, code: Sequence[OpCode], batches: Mapping[str, Any]) -> Cuts:
+    def of(
+        self,
+        graph: MetaGraph,
+        code: Sequence[OpCode],
+        batches: Mapping[str, Any],
+        known: Mapping[tuple[str, str], PytreeMeta] | None = None,
+    ) -> Cuts:
         """The metadata of all layers' outputs, for batches of which only the shapes matter. Outputs whose shapes depend
-        on values are left out, on all ranks alike."""
+        on values are left out, on all ranks alike, and so are calls whose outputs are `known`, by task and call."""
         cuts: Cuts = {}
-        given_by: dict[tuple[str, str | None], PytreeMeta | None] = {}  # by task and call, so far
+        known = known or {}
+        given_by: dict[tuple[str, str | None], PytreeMeta | None] = dict(known)  # by task and call, so far
         batch_metas = {task: pytree_meta(batch, 0) for task, batch in batches.items()}
         with ExitStack() as without_values:
             for number in graph.order:
                 op, layers = graph.metaops[number], code[number]
-                if not isinstance(layers, LayersCode) or op.task not in batch_metas:
+                if not isinstance(layers, LayersCode) or op.task not in batch_metas or op.items:
+                    continue
+                if (op.task, op.call or "") in known:
                     continue
                 glue, given = None, [given_by.get((op.task, op.call))]
                 if op.first_layer == 0 and layers.arguments is not None:

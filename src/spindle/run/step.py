@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from spindle.run.backward_split import WeightPart
+from spindle.run.items import Lengths
 from spindle.run.pytrees import PytreeMeta
 from spindle.run.rank_program import Flow
 
@@ -77,6 +78,7 @@ class Step:
     new: frozenset[str]  # tasks whose batch has a shape not seen before
     micro_step: MicroStep
     cuts: Mapping[tuple[int, int], PytreeMeta] = field(default_factory=dict)  # of what crosses cuts, where it is known
+    lengths: Mapping[str, Lengths] = field(default_factory=dict)  # by task: rows of the items of its batch
     loss_scale: torch.Tensor | None = None
     graphs: Graphs | None = None
     pieces: dict[int, list[Piece]] = field(default_factory=dict)  # by slot, in forward order

@@ -317,7 +317,7 @@ def _given(value: object) -> str:
 def definition_text(definition: TaskDefinition) -> str:
     return (
         f"batch_size={definition.batch_size}, weight={canonical_text(definition.weight)}, "
-        f"per_sample_mean={definition.per_sample_mean}"
+        f"per_sample_mean={definition.per_sample_mean}, items={dict(definition.items)}"
     )
 
 

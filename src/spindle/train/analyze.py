@@ -25,6 +25,7 @@ from spindle.train.record import handles_of, parameter_names, record_all, root_h
 from spindle.train.recording_notices import noticing
 from spindle.train.task import TaskDefinition
 from spindle.train.tensor import Sharing, find_sharing
+from spindle.train.trace import HAS_ITEMS
 from spindle.train.trace_broadcast import trace_on_rank_0
 
 Notify = Callable[[str], None]
@@ -98,7 +99,7 @@ def analyze(
     bound = bind(config.name, traced, facts, sharing)
     if config.ema is not None:
         bound = _with_average(bound)
-    _explain(bound, world, notify, is_planned=not has_weights)
+    _explain(bound, world, notify, is_planned=not has_weights, is_pipelined=config.planning.is_pipelined)
     return _analyzed(bound)
 
 
@@ -136,6 +137,8 @@ def without_tasks(workload: AnalyzedWorkload, ended: Collection[str], name: str)
         coupled={key: reason for key, reason in facts.coupled.items() if key[0] not in ended},
         random_layers=frozenset(layer for layer in facts.random_layers if layer[0] not in ended),
         random_losses=facts.random_losses - frozenset(ended),
+        items={key: code for key, code in facts.items.items() if key[0] not in ended},
+        coupled_items={key: reason for key, reason in facts.coupled_items.items() if key[0] not in ended},
         reached=reached,
     )
     remaining = [traced for task, traced in bound.tasks.items() if task not in ended]
@@ -153,7 +156,7 @@ def _mode_of(bound: Bound) -> tuple[bool, ...]:
     return (*requires_grad, *training)
 
 
-def _explain(bound: Bound, world: World, notify: Notify, is_planned: bool) -> None:
+def _explain(bound: Bound, world: World, notify: Notify, *, is_planned: bool, is_pipelined: bool) -> None:
     """Notify the user which modules run as one layer, or on one device, and why; with `is_planned`, this one process
     stands for many."""
     for handle in bound.handles.values():
@@ -177,10 +180,18 @@ def _explain(bound: Bound, world: World, notify: Notify, is_planned: bool) -> No
                 f"module {name!r} is called {calls.count(name)} times in a step: the running statistics of its "
                 "batch normalisation follow one of these calls alone"
             )
+    for name, traced in bound.tasks.items():
+        if world.size > 1 and traced.whole_only == HAS_ITEMS and not is_pipelined:
+            notify(
+                f'task {name!r} runs on one device at a time: {HAS_ITEMS}; spindle.Planning(planner="colocate") '
+                "encodes items on all ranks"
+            )
+    for (task, call_name), reason in bound.facts.coupled_items.items():
+        notify(f"items of {call_name} in task {task!r} run together: {reason}")
     coupled: dict[tuple[str, str], list[str]] = {}  # tasks, by module and reason
     for (task, call_name), reason in bound.facts.coupled.items():
         handle = next(call for call in bound.tasks[task].recorded.calls if call.name == call_name).handle
-        if (world.size > 1 or is_planned) and not handle.whole_batch:
+        if (world.size > 1 or is_planned) and not handle.whole_batch and reason != HAS_ITEMS:
             coupled.setdefault((handle.name, reason), []).append(task)
     for (name, reason), tasks in coupled.items():
         notify(

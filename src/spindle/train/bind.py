@@ -255,6 +255,6 @@ def code_of(bound: Bound, op: MetaOp) -> OpCode:
         )
         for number in range(op.first_layer, op.first_layer + op.num_layers)
     )
-    if op.first_layer:
-        return LayersCode(layers=layers, reads_values=recorded.reads_values)
-    return LayersCode(layers=layers, arguments=call.arguments, sources=call.sources, reads_values=recorded.reads_values)
+    items = facts.items.get((traced.name, call.name))
+    code = LayersCode(layers=layers, reads_values=recorded.reads_values, items=items)
+    return code if op.first_layer else replace(code, arguments=call.arguments, sources=call.sources)

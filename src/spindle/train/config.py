@@ -18,7 +18,8 @@ from spindle.train.optimizer import MakeLRScheduler, MakeOptimizer
 from spindle.train.sampling import SamplingWeight
 from spindle.train.task import TaskDefinition
 
-DEFAULT_PLANNER, PIPELINE = "wavefront", "pipeline"
+DEFAULT_PLANNER, PIPELINE, COLOCATE = "wavefront", "pipeline", "colocate"
+PIPELINED = (PIPELINE, *(name for name, planner in PLANNERS.items() if planner.takes_parts))
 
 MakePlan = Callable[[Profile], Plan]
 MakeProfile = Callable[[MetaGraph, int], Profile]  # of a graph and a number of devices
@@ -42,7 +43,8 @@ class Planning:
     With `planner="pipeline"`, layers are spread over `pipeline_parallel_degree` ranks (all of them by default; further
     ranks are replicas), and the `gradient_accumulation_steps` batches of a step are the microbatches of one pipeline.
     Their contents may differ from step to step: a background process searches for the order of a step's passes while
-    the previous step runs.
+    the previous step runs. With `planner="colocate"`, modules whose calls read items alone (`@spindle.task(items=...)`)
+    stand whole on the ranks of the pipeline, and each item is encoded where there is time.
 
     Each rank may hold `memory_limit_bytes` of tensors: plans respect the limit, and a step that exceeds it raises an
     error. Without a GPU, tensors are counted operation by operation, which is slow.
@@ -70,7 +72,7 @@ class Planning:
             raise TrainingError(
                 f"spindle.Planning(planner={self.planner!r}): no planner has that name; there are {', '.join(PLANNERS)}"
             )
-        if self.planner != PIPELINE:
+        if self.planner not in PIPELINED:
             if self.pipeline_parallel_degree is not None:
                 raise TrainingError(
                     f"spindle.Planning(pipeline_parallel_degree={self.pipeline_parallel_degree}): requires "
@@ -79,19 +81,24 @@ class Planning:
             return
         if self.shard_optimizer:
             raise TrainingError(
-                'spindle.Planning(planner="pipeline", shard_optimizer=True): each step of a pipeline has a program of '
-                "its own, and a sharded optimizer needs the same one in every step; leave one of them out"
+                f'spindle.Planning(planner="{self.planner}", shard_optimizer=True): each step of a pipeline has a '
+                "program of its own, and a sharded optimizer needs the same one in every step; leave one of them out"
             )
         if any(degree > 1 for degree in self.tensor_parallel_degrees.values()):
             raise TrainingError(
-                'spindle.Planning(planner="pipeline", tensor_parallel_degrees=...): stages of a pipeline run on one '
-                "device each; leave the degrees out"
+                f'spindle.Planning(planner="{self.planner}", tensor_parallel_degrees=...): stages of a pipeline run on '
+                "one device each; leave the degrees out"
             )
+
+    @property
+    def takes_parts(self) -> bool:
+        """Whether item calls may run in parts."""
+        return self.is_pipelined and self.planner != PIPELINE
 
     @property
     def is_pipelined(self) -> bool:
         """Whether each step has a program of its own, searched while the step before runs."""
-        return self.planner == PIPELINE and self.plan is None
+        return self.planner in PIPELINED and self.plan is None
 
 
 @dataclass(frozen=True, slots=True)

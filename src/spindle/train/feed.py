@@ -13,7 +13,7 @@ import random
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, field, fields, replace
 from typing import Any, TypeGuard
 
 import numpy as np
@@ -22,7 +22,8 @@ from torch.utils._pytree import keystr, tree_flatten, tree_flatten_with_path, tr
 from torch.utils.data import DataLoader, IterableDataset
 
 from spindle.errors import TrainingError
-from spindle.run import Axes, fingerprint_of, plain, signature_of
+from spindle.run import Axes, Lengths, fingerprint_of, plain, signature_of
+from spindle.train.items import lengths_in, with_lengths
 from spindle.train.plain_json import to_plain
 from spindle.train.task import TaskDefinition
 from spindle.train.trace import batch_axes, describe_batch
@@ -45,6 +46,7 @@ class Batch:
     variant: int = 0
     tokens: int = 0
     held: Held | None = None
+    lengths: Lengths = field(default_factory=dict)  # of items
 
 
 RandomState = tuple[Any, Any, Any]
@@ -159,6 +161,12 @@ class Feed:
                 )
             self._kept.append(self._read())
         return self._kept[-1]
+
+    def peek(self, number: int) -> Batch:
+        """The batch this many places behind the next one, without taking either."""
+        while len(self._kept) <= number:
+            self._kept.append(self._read())
+        return self._kept[number]
 
     def close(self) -> None:
         """Stop reading ahead."""
@@ -317,7 +325,7 @@ class Feed:
                 for path, leaf in entries
                 if self._with_rows.get(path) and isinstance(leaf, torch.Tensor) and leaf.dim() and leaf.shape[0]
             }
-            self._axes[form] = batch_axes(name, min(row_counts, default=size), nest)
+            self._axes[form] = batch_axes(self.definition, min(row_counts, default=size), nest)
             for (path, _), axis in zip(entries, self._axes[form], strict=True):
                 self._with_rows[path] = self._with_rows.get(path, False) or axis is not None
         path_by_rows = {
@@ -334,10 +342,12 @@ class Feed:
         return next(iter(path_by_rows))
 
     def _batch(self, nest: Any, rows: int) -> Batch:
+        lengths = lengths_in(self.definition, nest)
         return Batch(
             nest=nest,
             num_rows=rows,
-            signature=signature_of(nest),
+            signature=with_lengths(signature_of(nest), lengths),
+            lengths=lengths,
             fingerprint=self._fingerprint(nest) if self._compared else 0,
             tokens=0 if self.definition.tokens is None else int(self.definition.tokens(nest)),
         )

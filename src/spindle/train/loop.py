@@ -163,6 +163,11 @@ class Loop:
         planned, main = runtime.planned, runtime.steps.main
         for name, reason in main.without_graph.items():
             session.notify(f"{name} runs without a CUDA graph: {reason}")
+        for name, reason in main.without_weight_lane.items():
+            session.notify(
+                f"{name} computes its weight gradients on its own lane, not beside its input gradients, which takes a "
+                f"CUDA graph: {reason}"
+            )
         if main.without_step_graph is not None:
             session.notify(f"slots have a CUDA graph each, not one for the whole step: {main.without_step_graph}")
         peak_bytes = self._memory.peak_bytes
@@ -257,6 +262,7 @@ class Loop:
             config, loaders = self._requested
             self._requested = config.without_given_plan(NEW_VARIANT, session.notify), loaders
         self._times.forget(keep_watched=True)
+        session.sample_step = [dict(row) for row in batches]
         session.plan(self._source.feeds)
         self._memory.free()
         session.scatter_parameters()
@@ -322,6 +328,7 @@ class Loop:
                     micro_step=run.micro_step,
                     held={name: batch.held for name, batch in read.items() if batch.held is not None},
                     cuts=run.cuts,
+                    lengths=run.lengths,
                     loss_scale=None if update.loss_scale is None else update.loss_scale.scale,
                     check_losses=run.checks_losses and not checked.issuperset(variants),
                     timed=is_timed,

@@ -23,9 +23,20 @@ from spindle.graph import MetaGraph, MetaOp
 from spindle.planners import Job, Layout, PlanOptions
 from spindle.profile import Curve, Profile
 from spindle.program import Program
-from spindle.run import Cuts, LossCode, OpCode, ShapeInference, TensorMeta
+from spindle.run import Cuts, Lengths, LossCode, OpCode, PytreeMeta, ShapeInference, TensorMeta, meta_of_items
 from spindle.train.background_planner import BackgroundPlanner
-from spindle.workload import LayerCost
+from spindle.train.item_parts import (
+    BatchItems,
+    PartSettings,
+    groups_of_ops,
+    item_code,
+    item_lengths,
+    part_curve,
+    part_op,
+    parts_of_group,
+    scaled_cost,
+    times_of,
+)
 
 EVALUATIONS = 2000
 _MOST_GRAPHS = 8  # of steps, kept
@@ -78,9 +89,12 @@ def step_graph(
     scales: Mapping[tuple[str, int], Mapping[int, float]],
     reached: Mapping[str, frozenset[int]] | None,
     counts: Mapping[str, int],
+    batches: Mapping[tuple[str, int], BatchItems] | None = None,
+    parts: PartSettings | None = None,
 ) -> StepGraph:
     """The ops of each variant, once for each micro-step that takes it. `counts` has the micro-steps of the variant's
     task, over which its losses are averaged; `scales` how much longer than measured ops take, by variant and signature.
+    With `parts`, item calls become parts, by the items of `batches`.
     """
     metaops: list[MetaOp] = []
     curves: list[tuple[Curve, ...]] = []
@@ -90,25 +104,52 @@ def step_graph(
     for position, op in enumerate(profile.graph.metaops):
         by_variant.setdefault(op.task, []).append(position)
     variants: dict[str, str] = {}
-    for micro_step, parts in enumerate(key):
-        for variant, rows, signature in parts:
-            place: dict[int, int] = {}
+    for micro_step, taken in enumerate(key):
+        for variant, rows, signature in taken:
             task = microbatch_name(variant, micro_step)
             variants[task] = variant
+            part_of: dict[int, list[list[int]]] = {}  # by op: the items of its parts
+            batch = None if batches is None else batches[variant, signature]
+            if parts is not None and parts.part_tokens is not None and batch is not None:
+                for group in groups_of_ops(profile.graph, code, by_variant[variant]):
+                    items = parts_of_group(group, code, batch, parts.part_tokens)
+                    part_of.update(dict.fromkeys(group, items) if items else {})
+            places: dict[int, list[int]] = {}  # by op: its place, or those of its parts
             for position in by_variant[variant]:
                 op, curve = profile.graph.metaops[position], profile.curves[position][0]
+                layers = f"[{op.first_layer}:{op.first_layer + op.num_layers}]"
+                known, lengths, whole = item_code(code[position]), (), 0
+                times = times_of(profile, op)
+                if known is not None and parts is not None and batch is not None:
+                    lengths = item_lengths(known, batch)
+                    whole = sum(item_lengths(known, parts.measured[variant]))
+                if position in part_of:
+                    places[position] = list(range(len(metaops), len(metaops) + len(part_of[position])))
+                    for number, items in enumerate(part_of[position]):
+                        name = f"{task}/{op.call}.{number}{layers}"
+                        metaops.append(part_op(op, number, items, name, task, micro_step, lengths, whole))
+                        curves.append((part_curve(curve, times, [lengths[item] for item in items], whole),))
+                        codes.append(code[position])
+                    continue
                 scale = scales[variant, signature].get(position, 1.0)
-                place[position] = len(metaops)
+                if lengths and whole:
+                    scale = sum(lengths) / whole
+                places[position] = [len(metaops)]
                 assert op.cost is not None
                 # A cost is per row: `scale` is by the elements of the whole batch, which may have other rows.
-                cost = _scaled(op.cost, scale * (op.batch_size or 1) / rows)
-                name = f"{task}/{op.call}[{op.first_layer}:{op.first_layer + op.num_layers}]"
+                cost = scaled_cost(op.cost, scale * (op.batch_size or 1) / rows)
+                name = f"{task}/{op.call}{layers}"
                 metaops.append(replace(op, name=name, task=task, microbatch=micro_step, batch_size=rows, cost=cost))
-                curves.append((curve.scaled(scale),))
+                is_measured = bool(lengths) and times is not None
+                curves.append((part_curve(curve, times, lengths, whole) if is_measured else curve.scaled(scale),))
                 codes.append(_averaged(code[position], counts[variant]))
-            edges += [
-                (place[producer], place[consumer]) for producer, consumer in profile.graph.edges if producer in place
-            ]
+            for producer, consumer in profile.graph.edges:
+                if producer not in places:
+                    continue
+                if producer in part_of and consumer in part_of:
+                    edges += zip(places[producer], places[consumer], strict=True)
+                else:
+                    edges += [(place, places[consumer][0]) for place in places[producer]]
     graph = MetaGraph(
         name=profile.graph.name,
         metaops=tuple(metaops),
@@ -117,14 +158,18 @@ def step_graph(
         numerics=profile.graph.numerics,
         remarks=profile.graph.remarks,
     )
-    whole = replace(profile, graph=graph, curves=tuple(curves))
+    whole_profile = replace(profile, graph=graph, curves=tuple(curves), item_times=())
     reached_by = None if reached is None else {task: reached[variant] for task, variant in variants.items()}
-    return StepGraph(whole, codes, variants, reached_by)
+    return StepGraph(whole_profile, codes, variants, reached_by)
 
 
-def _scaled(cost: LayerCost, scale: float) -> LayerCost:
-    names = ("forward_flops", "backward_flops", "traffic_bytes", "saved_bytes", "output_bytes")
-    return replace(cost, **{name: scale * getattr(cost, name) for name in names})
+def _ends_call(graph: MetaGraph, position: int) -> bool:
+    """Whether an op has the last layers of its call."""
+    op = graph.metaops[position]
+    return all(
+        (graph.metaops[after].task, graph.metaops[after].call) != (op.task, op.call)
+        for after in graph.successors[position]
+    )
 
 
 def _averaged(code: OpCode, count: int) -> OpCode:
@@ -149,13 +194,19 @@ class Microbatches:
         *,
         is_first: bool,
         seed: int,
+        planner: str = "pipeline",
+        parts: PartSettings | None = None,
     ) -> None:
         self.profile, self.layout, self._code = profile, layout, code
         self.forms, self._seed, self._is_first = forms, seed, is_first
-        self._measured = {
-            variant: self._sizes(variant, forms.of(profile.graph, code, {variant: without_values(example)}))
+        self._step_planner, self._parts = planner, parts
+        self._has_parts = parts is not None and parts.has_parts
+        self._example_cuts = {
+            variant: forms.of(profile.graph, code, {variant: without_values(example)})
             for variant, example in examples.items()
         }
+        self._measured = {variant: self._sizes(variant, cuts) for variant, cuts in self._example_cuts.items()}
+        self._batches: dict[tuple[str, int], BatchItems] = {}  # by variant and signature
         self._scales: dict[tuple[str, int], dict[int, float]] = {}
         self.owning_ranks: dict[int, tuple[int, ...]] = {}
         self._planner: BackgroundPlanner | None = None
@@ -164,16 +215,70 @@ class Microbatches:
         self._kept: dict[Key, tuple[Program, bool]] = {}
         self._count = 0
 
-    def infer_cuts(self, variant: str, signature: int, nest: Any) -> Cuts | None:
+    def infer_cuts(self, variant: str, signature: int, batch: BatchItems) -> Cuts | None:
         """The shapes that cross cuts between layers for a batch without values; None if its shape is known."""
         if (variant, signature) in self._scales:
             return None
-        cuts = self.forms.of(self.profile.graph, self._code, {variant: nest})
+        self._batches[variant, signature] = batch
+        known = self._item_outputs(variant, variant, batch)
+        cuts = self.forms.of(self.profile.graph, self._code, {variant: batch.nest}, known)
         measured, sizes = self._measured[variant], self._sizes(variant, cuts)
         self._scales[variant, signature] = {
             op: size / measured[op] for op, size in sizes.items() if measured.get(op) and size
         }
         return cuts
+
+    def _item_outputs(self, variant: str, task: str, batch: BatchItems) -> dict[tuple[str, str], PytreeMeta]:
+        """The outputs of item calls that run in parts, which follow from the lengths of items and the first batch."""
+        outputs = {}
+        for position, op in enumerate(self.profile.graph.metaops) if self._has_parts else ():
+            known = item_code(self._code[position])
+            if op.task != variant or known is None or not known.can_split:
+                continue
+            example = self._output_of_example(variant, position)
+            if example is not None and _ends_call(self.profile.graph, position):
+                num_items = known.num_items(batch.nest, batch.lengths)
+                outputs[task, op.call or ""] = meta_of_items(example, known, batch.lengths, range(num_items))
+        return outputs
+
+    def _output_of_example(self, variant: str, position: int) -> PytreeMeta | None:
+        return self._example_cuts[variant].get((position, self.profile.graph.metaops[position].num_layers))
+
+    def cuts(self, step: StepGraph, key: Key) -> Cuts:
+        """The shapes that cross cuts between layers in a step."""
+        batches, known = {}, {}
+        for micro_step, taken in enumerate(key):
+            for variant, _, signature in taken:
+                task = microbatch_name(variant, micro_step)
+                batch = self._batches[variant, signature]
+                batches[task] = batch.nest
+                known |= self._item_outputs(variant, task, batch)
+        graph = step.profile.graph
+        cuts = self.forms.of(graph, step.code, batches, known)
+        positions = {(op.task, op.call, op.first_layer): place for place, op in enumerate(self.profile.graph.metaops)}
+        for place, op in enumerate(graph.metaops):
+            if op.items:
+                variant = step.variants[op.task]
+                signature = next(part[2] for part in key[op.microbatch] if part[0] == variant)
+                batch = self._batches[variant, signature]
+                example = self._output_of_example(variant, positions[variant, op.whole_call, op.first_layer])
+                known_code = item_code(step.code[place])
+                if example is not None and known_code is not None and known_code.can_split and _ends_call(graph, place):
+                    cuts[place, op.num_layers] = meta_of_items(example, known_code, batch.lengths, op.items)
+        return cuts
+
+    def lengths(self, key: Key) -> dict[str, Lengths]:
+        """The rows of items, by microbatch."""
+        return {
+            microbatch_name(variant, micro_step): self._batches[variant, signature].lengths
+            for micro_step, taken in enumerate(key)
+            for variant, _, signature in taken
+        }
+
+    def forget(self) -> None:
+        """Forget the shapes of all batches."""
+        self._scales.clear()
+        self._batches.clear()
 
     def _sizes(self, variant: str, cuts: Cuts) -> dict[int, int]:
         """By op of a variant: how many elements its first layer gives; a loss is as large as what it reads."""
@@ -193,7 +298,9 @@ class Microbatches:
         if key not in self._graphs:
             while len(self._graphs) > _MOST_GRAPHS:
                 del self._graphs[next(iter(self._graphs))]
-            self._graphs[key] = step_graph(key, self.profile, self._code, self._scales, reached, counts)
+            self._graphs[key] = step_graph(
+                key, self.profile, self._code, self._scales, reached, counts, self._batches, self._parts
+            )
         return self._graphs[key]
 
     def ask(self, key: Key, profile: Profile, time_limit_s: float | None = None) -> None:
@@ -206,7 +313,15 @@ class Microbatches:
         options = PlanOptions(
             seed=self._seed, evaluations=EVALUATIONS, time_limit_s=time_limit_s, layouts=(self.layout,)
         )
-        self._planner.ask(Job(number=self._count, profile=profile, owning_ranks=self.owning_ranks, options=options))
+        self._planner.ask(
+            Job(
+                number=self._count,
+                profile=profile,
+                owning_ranks=self.owning_ranks,
+                options=options,
+                planner=self._step_planner,
+            )
+        )
         self._numbers[key] = self._count
         self._count += 1
 

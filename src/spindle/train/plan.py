@@ -5,26 +5,33 @@ Rank 0 plans; all ranks lower the plan, and compare their programs.
 
 from __future__ import annotations
 
+import math
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
+
+from torch.utils._pytree import tree_leaves
 
 from spindle.errors import PlanError, ProfileError, SpindleError, TrainingError
 from spindle.graph import MetaGraph
 from spindle.launch import variables
 from spindle.models import builtin_tp_plan
 from spindle.plan import Plan, check, parse_plan, read_plan
-from spindle.planners import Layout, PlanOptions, make_plan, owning_ranks_in, pipeline_layout
+from spindle.planners import SPREAD, Layout, PlanOptions, choose_colocation, make_plan, owning_ranks_in, pipeline_layout
 from spindle.profile import Contention, Profile, read_profile
 from spindle.program import Program, lower, verify
 from spindle.run import World
 from spindle.train.agreement import compare
 from spindle.train.analyze import AnalyzedWorkload
-from spindle.train.config import DEFAULT_PLANNER, Planning, TrainConfig
-from spindle.train.microbatches import on_one_device
+from spindle.train.config import COLOCATE, DEFAULT_PLANNER, PIPELINE, Planning, TrainConfig
+from spindle.train.feed import Batch
+from spindle.train.item_parts import WHOLE_CALLS, BatchItems, PartSettings, groups_of_ops, item_code, item_lengths
+from spindle.train.items import lengths_in
+from spindle.train.microbatches import Key, on_one_device, step_graph, without_values
 from spindle.train.progress import Progress
+from spindle.train.trace import TracedTask
 from spindle.train.trial import why_not_sharded
 
 _PLANNED_MEMORY = 0.95  # share of the limit; predictions of memory are about this accurate
@@ -42,6 +49,8 @@ class PlannedWorkload:
     plan: Plan
     program: Program
     layout: Layout | None = None
+    step_planner: str = PIPELINE  # of each step, where it has a layout
+    parts: PartSettings | None = None  # of item calls, where it has a layout
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -86,8 +95,11 @@ def plan_workload(
     world: World,
     progress: Progress,
     notify: Callable[[str], None],
+    examples: Mapping[str, Any],
+    sample_step: Sequence[Mapping[str, Batch]] = (),
 ) -> PlannedWorkload:
-    """Plan, and lower the plan to a program that is verified."""
+    """Plan, and lower the plan to a program that is verified. `examples` has a batch of each task variant, and
+    `sample_step`, on rank 0, the batches of a step that stands for all, by micro-step and variant."""
     planning = config.planning
     if planning.memory_limit_bytes is not None:
         cluster = profile.cluster.with_memory(int(_PLANNED_MEMORY * planning.memory_limit_bytes))
@@ -98,10 +110,11 @@ def plan_workload(
     if degrees:
         profile = _with_degrees(profile, workload, degrees)
     layout: Layout | None = None
+    parts: PartSettings | None = None
     if planning.is_pipelined:
         profile = on_one_device(profile)  # stages have one device each
         with progress.bar("planning"):
-            layout, plan = _pipeline_plan(profile, config, world)
+            layout, parts, plan = _pipeline_plan(workload, profile, config, world, examples, sample_step)
     else:
         with progress.bar("planning") as report_share:
             plan = _shared_plan(workload, profile, config, world, report_share, notify)
@@ -112,7 +125,10 @@ def plan_workload(
     program = lower(plan, profile, owning_ranks=owning_ranks)
     compare(world, {"the workload": workload.bound.workload, "the profile": profile, **_program_items(program)})
     _verify(program, profile, world)
-    return PlannedWorkload(profile=profile, plan=plan, program=program, layout=layout)
+    step_planner = str(planning.planner) if parts is not None and parts.has_parts else PIPELINE
+    return PlannedWorkload(
+        profile=profile, plan=plan, program=program, layout=layout, step_planner=step_planner, parts=parts
+    )
 
 
 def program_for_rows(planned: PlannedWorkload, rows: Mapping[str, int], world: World) -> Program:
@@ -141,16 +157,106 @@ def _program_items(program: Program) -> dict[str, Any]:
     return {"the plan": program.plan, "the program": columns}
 
 
-def _pipeline_plan(profile: Profile, config: TrainConfig, world: World) -> tuple[Layout, Plan]:
-    """Rank 0's placement of chunks, on all ranks, with a plan of one microbatch of each task variant."""
-    placed: tuple[Layout, Plan] | None = None
+def _pipeline_plan(
+    workload: AnalyzedWorkload,
+    profile: Profile,
+    config: TrainConfig,
+    world: World,
+    examples: Mapping[str, Any],
+    sample_step: Sequence[Mapping[str, Batch]],
+) -> tuple[Layout, PartSettings, Plan]:
+    """Rank 0's placement of chunks, on all ranks, with a plan of one microbatch of each task variant; and how item
+    calls become parts, where encoders stand whole."""
+    planning = config.planning
+    num_ranks = planning.pipeline_parallel_degree or world.size
+    measured = {
+        name: BatchItems(without_values(examples[name]), lengths_in(task.recorded.definition, examples[name]))
+        for name, task in workload.bound.tasks.items()
+    }
+    placed: tuple[Layout, int | None, Plan] | None = None
     if world.rank == 0:
-        layout = pipeline_layout(profile, config.planning.pipeline_parallel_degree or world.size)
+        planner, part_tokens = PIPELINE, None
+        if planning.planner == PIPELINE:
+            layout = pipeline_layout(profile, num_ranks)
+        else:
+            layout, part_tokens = _choose_colocation(workload, profile, config, num_ranks, measured, sample_step)
+            planner = PIPELINE if part_tokens is None else str(planning.planner)
         options = PlanOptions(seed=config.seed, evaluations=1, layouts=(layout,))
-        placed = layout, make_plan(profile, "pipeline", options)
+        placed = layout, part_tokens, make_plan(profile, planner, options)
     placed = world.broadcast_object(placed)
     assert placed is not None
-    return placed
+    layout, part_tokens, plan = placed
+    return layout, PartSettings(part_tokens, measured), plan
+
+
+def _choose_colocation(
+    workload: AnalyzedWorkload,
+    profile: Profile,
+    config: TrainConfig,
+    num_ranks: int,
+    measured: Mapping[str, BatchItems],
+    sample_step: Sequence[Mapping[str, Batch]],
+) -> tuple[Layout, int | None]:
+    """Where encoders stand and how large parts are, chosen on one step; None for the size of parts where all modules
+    are best spread over ranks."""
+    planner, graph, code = str(config.planning.planner), workload.graph, workload.code
+    tasks = workload.bound.tasks
+    batches = {(name, 0): batch for name, batch in measured.items()}  # by variant and signature
+    scales: dict[tuple[str, int], dict[int, float]] = {(name, 0): {} for name in measured}
+    for row in sample_step:
+        for name, batch in row.items():
+            batches[name, batch.signature] = BatchItems(without_values(batch.nest), batch.lengths)
+            # Shapes are not inferred yet: other calls than those of items take time in proportion to their rows.
+            scale = _num_row_elements(tasks[name], batch.nest) / _num_row_elements(tasks[name], measured[name].nest)
+            scales[name, batch.signature] = dict.fromkeys(range(len(graph.metaops)), scale)
+    key: Key = tuple(
+        tuple((name, batch.num_rows, batch.signature) for name, batch in row.items()) for row in sample_step
+    )
+    if not any(key):  # first batches of the variants of each task in turn
+        variants: dict[int, list[str]] = {}  # by the function of the task
+        for name, task in tasks.items():
+            variants.setdefault(id(task.recorded.definition.function), []).append(name)
+        key = tuple(
+            tuple(
+                (name, tasks[name].recorded.definition.batch_size, 0)
+                for name in (names[number % len(names)] for names in variants.values())
+            )
+            for number in range(max(config.gradient_accumulation_steps, *map(len, variants.values())))
+        )
+    sizes = []  # of all items of a microbatch
+    for group in groups_of_ops(graph, code, range(len(graph.metaops))):
+        known, variant = item_code(code[group[0]]), graph.metaops[group[0]].task
+        assert known is not None
+        taken = [batches[name, signature] for row in key for name, _, signature in row if name == variant]
+        sizes += [sum(item_lengths(known, batch)) for batch in taken]
+    sizes = [size for size in sizes if size]
+    if not sizes and planner != COLOCATE:
+        raise PlanError(
+            f'spindle.Planning(planner="{planner}"): places the modules that read items alone, and no task has such a '
+            'call; declare them with @spindle.task(items={...}), or take planner="pipeline"'
+        )
+
+    def step_profile(part_tokens: int | None) -> Profile:
+        parts = PartSettings(part_tokens, measured)
+        return step_graph(key, profile, code, scales, None, dict.fromkeys(tasks, 1), batches, parts).profile
+
+    in_parts: dict[int, Profile] = {}
+    if sizes:
+        mean = sum(sizes) / len(sizes)
+        for part_tokens in (WHOLE_CALLS, *(max(1, math.ceil(mean / share)) for share in (num_ranks, 2 * num_ranks))):
+            in_parts.setdefault(part_tokens, step_profile(part_tokens))
+    whole = in_parts.get(WHOLE_CALLS)
+    part_profiles = [] if whole is None else [whole, *in_parts.values()]
+    chosen, layout = choose_colocation(planner, part_profiles, [step_profile(None)], num_ranks, shards_optimizer=False)
+    if all(chain.placement == SPREAD for chain in layout.chains):
+        return layout, None
+    return layout, next(part_tokens for part_tokens, candidate in in_parts.items() if candidate is chosen)
+
+
+def _num_row_elements(task: TracedTask, nest: Any) -> int:
+    """Elements of the tensors of a batch that have a row for each sample."""
+    leaves = zip(tree_leaves(nest), task.batch_axes, strict=True)
+    return max(1, sum(leaf.numel() for leaf, axis in leaves if axis is not None))
 
 
 def _with_degrees(profile: Profile, workload: AnalyzedWorkload, degrees: Mapping[str, int]) -> Profile:

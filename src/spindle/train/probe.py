@@ -20,8 +20,9 @@ from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
 from spindle.errors import WorkloadError
 from spindle.models import ChainLayer, RandomWeights, device_of, without_caches
-from spindle.run import Axes, cut, cut_leaf, pytree_meta
+from spindle.run import Axes, ItemCode, cut, cut_leaf, pytree_meta
 from spindle.train.index_checks import IndexChecks
+from spindle.train.item_probe import probe_items
 from spindle.train.record import RecordedCall, handles_of, parameter_names
 from spindle.train.trace import TracedTask, Visit, unchanged, walk
 
@@ -35,6 +36,8 @@ class Facts:
     random_losses: frozenset[str] = frozenset()
     # Names of parameters that a gradient may reach, by task; None if that could not be determined.
     reached: dict[str, frozenset[str]] | None = None
+    items: dict[tuple[str, str], ItemCode] = field(default_factory=dict)
+    coupled_items: dict[tuple[str, str], str] = field(default_factory=dict)  # why items do not run apart
 
 
 def probe(tasks: Sequence[TracedTask], batches: dict[str, Any]) -> Facts:
@@ -43,6 +46,8 @@ def probe(tasks: Sequence[TracedTask], batches: dict[str, Any]) -> Facts:
     random_layers: set[tuple[str, str, int]] = set()
     random_losses: set[str] = set()
     reached: dict[str, frozenset[str]] | None = {}
+    items: dict[tuple[str, str], ItemCode] = {}
+    coupled_items: dict[tuple[str, str], str] = {}
     handles = handles_of([task.recorded for task in tasks])
     names = parameter_names(handles)
     on_gpu = device_of(list(batches.values())).type == "cuda"
@@ -55,11 +60,17 @@ def probe(tasks: Sequence[TracedTask], batches: dict[str, Any]) -> Facts:
                 reached = None
             else:
                 reached[task.name] = frozenset(names[parameter] for parameter in parameters)
+            is_random = {call for name, call, _ in random_layers if name == task.name}
+            codes, reasons = probe_items(task, batches[task.name], is_random)
+            items |= {(task.name, call): code for call, code in codes.items()}
+            coupled_items |= {(task.name, call): reason for call, reason in reasons.items()}
     return Facts(
         coupled=coupled,
         random_layers=frozenset(random_layers),
         random_losses=frozenset(random_losses),
         reached=reached,
+        items=items,
+        coupled_items=coupled_items,
     )
 
 

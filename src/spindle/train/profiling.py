@@ -19,6 +19,7 @@ from spindle.profile import Profile, fitting, read_profile, write_profile
 from spindle.run import World, on_compute_stream, on_device
 from spindle.train.analyze import AnalyzedWorkload, analyze, autocast_of, without_tasks
 from spindle.train.config import MakeProfile, TrainConfig
+from spindle.train.items import lengths_in
 from spindle.train.kinds import kinds_of
 from spindle.train.progress import Progress
 from spindle.train.task import TaskDefinition
@@ -116,6 +117,9 @@ def profile_workload(
             notify=notify,
             graphs=config.cuda_graphs and not config.planning.is_pipelined,  # whose programs live for a step
             lanes=config.planning.lanes,
+            lengths={name: lengths_in(task.recorded.definition, examples[name]) for name, task in bound.tasks.items()}
+            if config.planning.is_pipelined or capture is not None
+            else None,
             capture=capture,
         )
 

@@ -20,9 +20,19 @@ from torch.utils._pytree import tree_map
 
 from spindle.errors import WorkloadError
 from spindle.launch import is_debugging
-from spindle.models import Chain, as_when_compiling, device_of, fake_like, whole_chain, without_torch_logs, zeros_like
+from spindle.models import (
+    Chain,
+    as_when_compiling,
+    device_of,
+    fake_like,
+    fake_mode,
+    whole_chain,
+    without_torch_logs,
+    zeros_like,
+)
 from spindle.run import on_device, pytree_meta
 from spindle.train.composites import open_graph, split_loss
+from spindle.train.items import Entries, entries_of_call
 from spindle.train.packed import Packed, entries_of, unpack
 from spindle.train.packed_parts import pad_packed_outputs
 from spindle.train.recording_notices import INSTEAD, note_method, prints_noticed
@@ -46,6 +56,7 @@ class RecordedCall:
     sources: tuple[str, ...]
     arguments: Callable[..., Any]
     line: str = ""  # of the task's code
+    items: Entries = ()  # that it reads, itself or through its sources, if it reads nothing else
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -194,7 +205,7 @@ def record(definition: TaskDefinition, example: Any = None) -> RecordedTask:
     `example` is one of its batches: with it, the function may index the batch's dicts, and use shapes.
     """
     samples: list[Any] = []
-    mode = FakeTensorMode(allow_non_fake_inputs=True)
+    mode = fake_mode()
     if example is not None:
         rows = definition.batch_size
         samples = [tree_map(lambda leaf: _fake(mode, leaf, rows, 0), example)]
@@ -267,7 +278,7 @@ def read_graph(
     output = next(node for node in graph.nodes if node.op == "output")
     calls: dict[fx.Node, str] = {}
     times: dict[str, int] = {}
-    recorded = []
+    recorded: list[RecordedCall] = []
     for node in graph.nodes:
         if node.op == "call_function" and node.target in (called_module, called_part):
             handle = node.args[0]
@@ -284,6 +295,7 @@ def read_graph(
                     sources=sources,
                     arguments=arguments,
                     line=line_of_node(node),
+                    items=entries_of_call(definition, sources, arguments, {call.name: call.items for call in recorded}),
                 )
             )
     if not recorded:
@@ -374,7 +386,7 @@ def cut_all(tasks: Sequence[RecordedTask], examples: Mapping[str, Any]) -> list[
 
 
 def _cut(task: RecordedTask, example: Any, known: dict[Any, tuple[Chain, Callable[[], Any]]]) -> RecordedTask:
-    mode = FakeTensorMode(allow_non_fake_inputs=True)
+    mode = fake_mode()
     batch = tree_map(lambda leaf: fake_like(mode, leaf), example)
     outputs: dict[str, Callable[[], Any]] = {}
     calls = []

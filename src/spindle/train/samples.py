@@ -7,7 +7,6 @@ the plan either.
 
 from __future__ import annotations
 
-import operator
 import random
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -23,22 +22,11 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset, default_colla
 from spindle.errors import TrainingError
 from spindle.run import plain, seed_of, signature_of
 from spindle.train.feed import Batch, Feed, Held, LoaderPosition, is_same, random_state, restored_random_state
+from spindle.train.items import EVERYTHING, fields_of
 
 T = TypeVar("T")
-EVERYTHING = ""  # stands for all fields of a sample, where it has no names for them
 _BLOCK = 1 << 18  # samples that are shuffled among each other, where they lie in shards
 Needs = tuple[tuple[str, int, int], ...]  # rows `[first, last)` by field
-
-
-def fields_of(code: Callable[..., Any]) -> frozenset[str]:
-    """The entries of a batch that recorded code reads; EVERYTHING where that is unknown."""
-    graph = getattr(getattr(code, "__self__", None), "graph", None)
-    if graph is None:
-        return frozenset({EVERYTHING})
-    batch = next(node for node in graph.nodes if node.op == "placeholder")
-    keys = [user.args[1] if user.target is operator.getitem else EVERYTHING for user in batch.users]
-    names = frozenset(key for key in keys if isinstance(key, str) and key != EVERYTHING)
-    return names if len(names) == len(set(keys)) else frozenset({EVERYTHING})
 
 
 def needs_of(uses: Iterable[tuple[Callable[..., Any], int, int]]) -> Needs:
@@ -252,6 +240,11 @@ class SampleFeed(Feed):
                 self._fetches_ahead = is_same(random_state(), after_last_row)
             self._example = self._whole(nest, self._choose(0))
         return self._example
+
+    def peek(self, number: int) -> Batch:
+        with restored_random_state():
+            nest = plain(self._noted(lambda: self._rows_of[self._request(number, None)]))
+        return self._whole(nest, self._choose(number))
 
     def close(self) -> None:
         if self._thread is not None:

@@ -66,6 +66,7 @@ class TrainSession:
         self.saver: Saver | None = None
         self.saved: ResumedTensors | None = None  # of the checkpoint that was resumed from
         self.saved_planning = scheduled_planning(config.planning)  # or that of the checkpoint
+        self.sample_step: list[dict[str, Batch]] = []  # batches on which placements are chosen, by task; on rank 0
         self._optimizer_state: OptimizerState | StateFor | None = None  # for the next optimizer, where there is none
 
     @contextmanager
@@ -121,17 +122,34 @@ class TrainSession:
         """Make a plan for the tasks, unless there is one and no module was switched since."""
         profiled = self.trace_and_profile(feeds)
         if self.runtime is None:
+            if not self.sample_step and self.config.planning.takes_parts and self.world.rank == 0:
+                self.sample_step = self._first_step_of(feeds)
             self.runtime = self._planned(profiled)
+
+    def _first_step_of(self, feeds: Mapping[str, Feed]) -> list[dict[str, Batch]]:
+        """The batches of the first step, which are read again when it runs."""
+        micro_steps = []
+        for number in range(self.config.gradient_accumulation_steps):
+            read = {task: feed.peek(number) for task, feed in feeds.items()}
+            micro_steps.append(
+                {task: replace(batch, variant=self.variants.key_of(task, batch)) for task, batch in read.items()}
+            )
+        return micro_steps
 
     def _planned(self, profiled: ProfiledWorkload) -> RankRuntime:
         workload, config, world = profiled.workload, self.config, self.world
         config = self.saved_planning.applied_to(config, workload.graph, profiled.profile, world.size)
         self.saved_planning = replace(self.saved_planning, plan=None)  # for the first plan only
-        planned = plan_workload(workload, profiled.profile, config, world, self.progress, self.notify)
+        examples = self._examples()
+        known = [
+            {variant.name: batch for task, batch in row.items() if (variant := self.variants.get(task, batch.variant))}
+            for row in self.sample_step
+        ]
+        planned = plan_workload(workload, profiled.profile, config, world, self.progress, self.notify, examples, known)
         if self.run_folder is not None:
             self.run_folder.write_plan(planned, workload, is_new=self.step == 0, notices=self.notices)
         self.callbacks.call("on_plan", planned.plan)
-        return make_runtime(workload, planned, config, world, self._examples())
+        return make_runtime(workload, planned, config, world, examples)
 
     def _examples(self) -> dict[str, Any]:
         return {variant.name: variant.example for variant in self.variants}

@@ -17,11 +17,12 @@ from torch import nn
 from spindle.planners import Layout, owning_ranks_in
 from spindle.profile import Profile
 from spindle.program import Program
-from spindle.run import Cuts, Executor, MicroStep, PytreeMeta, ShapeInference, Shards, World
+from spindle.run import Cuts, Executor, Lengths, MicroStep, PytreeMeta, ShapeInference, Shards, World
 from spindle.train.agreement import compare, shape_items
 from spindle.train.analyze import AnalyzedWorkload
 from spindle.train.config import TrainConfig
 from spindle.train.header import BatchHeader, MicroSteps
+from spindle.train.item_parts import BatchItems
 from spindle.train.microbatches import Key, Microbatches, StepGraph, microbatch_name, without_values
 from spindle.train.plan import PlannedWorkload, program_for_rows
 from spindle.train.samples import Needs, needs_of
@@ -62,6 +63,7 @@ class StepRun:
     checks_losses: bool  # whether a loss that is summed from parts is compared with the whole one first
     is_as_planned: bool = True  # whether its batches have the sizes that were planned for
     cuts: Mapping[tuple[int, int], PytreeMeta] = field(default_factory=dict)
+    lengths: Mapping[str, Lengths] = field(default_factory=dict)  # rows of items
 
 
 class Steps:
@@ -222,6 +224,7 @@ class PipelinedSteps(Steps):
         super().__init__(self._make.of_plan(planned.program, None, captures=False))
         self._last = self.main
         modules = [handle.module for handle in workload.bound.handles.values()]
+        self._has_parts = planned.parts is not None and planned.parts.has_parts
         self._microbatches = Microbatches(
             planned.profile,
             layout,
@@ -230,18 +233,20 @@ class PipelinedSteps(Steps):
             ShapeInference(modules, world.device, config.autocast),
             is_first=world.rank == 0,
             seed=config.seed,
+            planner=planned.step_planner,
+            parts=planned.parts,
         )
         self._microbatches.owning_ranks = owning_ranks_in(workload.graph, layout)
-        self._shapes: dict[tuple[str, int, int], Any] = {}  # batches without values
+        self._shapes: dict[tuple[str, int, int], BatchItems] = {}
 
     def reads(self, variants: Iterable[str]) -> bool:
-        # Which replica runs which microbatch is known only when all of them are read.
-        return self._layout.num_replicas > 1 or super().reads(variants)
+        # Which replica runs which microbatch, and which rank which part, is known only when all of them are read.
+        return self._layout.num_replicas > 1 or self._has_parts or super().reads(variants)
 
     def runs(self, microbatches: Sequence[Microbatch], num_micro_steps: int, batches: MicroSteps) -> Iterator[StepRun]:
         world = self._world
         key = _key_of(microbatches, num_micro_steps)
-        shapes = self._shapes_of(microbatches, batches)  # may broadcast: on all ranks before anything else does
+        self._share_shapes(microbatches, batches)  # may broadcast: on all ranks before anything else does
         step = self._step_graph(key, microbatches, num_micro_steps)
         program = world.broadcast_object(self._microbatches.program(key, step.profile) if world.rank == 0 else None)
         self._last = self._make.of_step(program, step, self._last)
@@ -254,7 +259,8 @@ class PipelinedSteps(Steps):
             microbatches=by_name,
             micro_step=MicroStep(tasks=frozenset(by_name)),
             checks_losses=False,
-            cuts=self._microbatches.forms.of(step.profile.graph, step.code, shapes),
+            cuts=self._microbatches.cuts(step, key),
+            lengths=self._microbatches.lengths(key),
         )
 
     def plan_ahead(
@@ -264,7 +270,7 @@ class PipelinedSteps(Steps):
         batches: MicroSteps,
         time_limit_s: float | None,
     ) -> None:
-        self._shapes_of(microbatches, batches)
+        self._share_shapes(microbatches, batches)
         if self._world.rank == 0:
             key = _key_of(microbatches, num_micro_steps)
             profile = self._step_graph(key, microbatches, num_micro_steps).profile
@@ -274,27 +280,33 @@ class PipelinedSteps(Steps):
         counts = {microbatch.variant: num_micro_steps for microbatch in microbatches}
         return self._microbatches.graph(key, self._workload.reached, counts)
 
-    def _shapes_of(self, microbatches: Sequence[Microbatch], batches: MicroSteps) -> dict[str, Any]:
-        """The batch of each microbatch without values, from which a rank that does not read it infers the shapes that
-        it will receive."""
+    def _share_shapes(self, microbatches: Sequence[Microbatch], batches: MicroSteps) -> None:
+        """Give all ranks the batch of each microbatch without values, and the lengths of its items: a rank that does
+        not read it infers the shapes that it will receive."""
         if len(self._shapes) > _MOST_SHAPES:  # on all ranks at once
             self._shapes.clear()
-        shapes = {}
-        new_cuts: dict[str, Cuts] = {}
+            self._microbatches.forget()
+        new: dict[int, dict[tuple[str, int, int], Microbatch]] = {}  # by reader
         for microbatch in microbatches:
-            name, header = microbatch_name(microbatch.variant, microbatch.micro_step), microbatch.header
+            header = microbatch.header
             key = (microbatch.task, header.variant, header.signature)
             if key not in self._shapes:
-                is_reader = self._world.rank == header.reader
-                mine = without_values(batches[microbatch.micro_step][microbatch.task].nest) if is_reader else None
-                self._shapes[key] = self._world.broadcast_object(mine, header.reader)
-            shapes[name] = self._shapes[key]
-            cuts = self._microbatches.infer_cuts(microbatch.variant, header.signature, shapes[name])
+                new.setdefault(header.reader, {})[key] = microbatch
+        for reader, wanted in sorted(new.items()):
+            mine = None
+            if self._world.rank == reader:
+                read = {key: batches[microbatch.micro_step][microbatch.task] for key, microbatch in wanted.items()}
+                mine = {key: BatchItems(without_values(batch.nest), batch.lengths) for key, batch in read.items()}
+            self._shapes.update(self._world.broadcast_object(mine, reader))
+        new_cuts: dict[str, Cuts] = {}
+        for microbatch in microbatches:
+            header = microbatch.header
+            shape = self._shapes[microbatch.task, header.variant, header.signature]
+            cuts = self._microbatches.infer_cuts(microbatch.variant, header.signature, shape)
             if cuts is not None:
-                new_cuts[name] = cuts
+                new_cuts[microbatch_name(microbatch.variant, microbatch.micro_step)] = cuts
         if new_cuts:
             compare(self._world, shape_items(new_cuts))
-        return shapes
 
     def gradient_tensors(self) -> Iterator[torch.Tensor]:
         yield from self.main.gradient_memory

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from contextvars import ContextVar
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import torch
@@ -199,7 +199,8 @@ def result(loss: Any, **metrics: Any) -> TaskResult:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TaskDefinition:
     """A task's function with its batch size and weight; callable like the function. The weight may be a function of
-    the step; `tokens(batch)` counts what a batch has, for the rate that is shown."""
+    the step; `tokens(batch)` counts what a batch has, for the rate that is shown. `items` are the entries of a batch
+    with rows for each item: as many as another entry says, or one."""
 
     name: str
     function: Callable[[Any], Any]
@@ -207,6 +208,7 @@ class TaskDefinition:
     weight: float | Callable[[int], float] = 1.0
     per_sample_mean: bool = False
     tokens: Callable[[Any], int] | None = None
+    items: Mapping[str, str | int] = field(default_factory=dict)
 
     def __call__(self, batch: Any) -> Any:
         return self.function(unpacked(batch))
@@ -219,15 +221,27 @@ def task(
     name: str | None = None,
     per_sample_mean: bool = False,
     tokens: Callable[[Any], int] | None = None,
+    items: Mapping[str, str | int] | None = None,
 ) -> Callable[[Callable[[Any], Any]], TaskDefinition]:
     """Turn a function from a batch to its loss into a task.
 
     The loss is computed over the whole batch unless it is a `spindle.mean`, or `per_sample_mean` says that it is the
     mean of a loss of each sample. `weight` is a number or a function of the step; `tokens(batch)` says how many tokens
     a batch has, for the rate that is shown.
+
+    `items` names entries of a batch that have rows for each item (an image, a clip) instead of each sample: as many as
+    another entry says, or one. With `items={"patches": "lengths", "grid": 1}` item i has `lengths[i]` rows of
+    `patches` and one of `grid`. Calls that read items alone may run in parts, each with some of the items
+    (`Planning(planner="colocate")`).
     """
     if batch_size < 1:
         raise WorkloadError(f"@spindle.task(batch_size={batch_size}): must be at least 1")
+    for entry, rows in (items or {}).items():
+        if not isinstance(entry, str) or not (isinstance(rows, str) or rows == 1) or rows == entry:
+            raise WorkloadError(
+                f"@spindle.task(items={{{entry!r}: {rows!r}}}): expected the name of the entry with the rows of each "
+                'item, or 1, such as items={"patches": "lengths", "grid": 1}'
+            )
 
     def define(function: Callable[[Any], Any]) -> TaskDefinition:
         return TaskDefinition(
@@ -237,6 +251,7 @@ def task(
             weight=weight,
             per_sample_mean=per_sample_mean,
             tokens=tokens,
+            items=dict(items or {}),
         )
 
     return define

@@ -32,14 +32,18 @@ from spindle.models import (
     as_when_compiling,
     device_of,
     fake_like,
+    fake_mode,
     zero_outputs,
     zero_weights,
     zeros_like,
 )
 from spindle.run import Axes, axes_of, cut, fingerprint_of, pytree_meta
+from spindle.train.items import has_items, item_entries
 from spindle.train.record import RecordedCall, RecordedTask, with_whole_loss
+from spindle.train.task import TaskDefinition
 from spindle.train.task_errors import named_call
 
+HAS_ITEMS = "its batch has items, whose rows belong to no one sample"
 _NEEDS_VALUES = (DataDependentOutputException, DynamicOutputShapeException, UnsupportedFakeTensorException)
 
 
@@ -70,11 +74,19 @@ class TracedTask:
         return self.recorded.definition.name
 
 
-def batch_axes(definition_name: str, batch_size: int, batch: Any) -> Axes:
-    """The row axis of each leaf of a task's batch: the first dimension where it has the batch's size."""
-    leaves = tree_leaves(batch)
+def batch_axes(definition: TaskDefinition, batch_size: int, batch: Any) -> Axes:
+    """The row axis of each leaf of a task's batch: the first dimension where it has the batch's size, but for entries
+    with rows for each item."""
+    definition_name, entries = definition.name, item_entries(definition)
+    leaves = tree_flatten_with_path(batch)[0]
     axes: Axes = tuple(
-        0 if isinstance(leaf, torch.Tensor) and leaf.dim() and leaf.shape[0] == batch_size else None for leaf in leaves
+        0
+        if isinstance(leaf, torch.Tensor)
+        and leaf.dim()
+        and leaf.shape[0] == batch_size
+        and not (path and getattr(path[0], "key", None) in entries)
+        else None
+        for path, leaf in leaves
     )
     if not any(axis == 0 for axis in axes):
         raise WorkloadError(
@@ -180,13 +192,15 @@ def trace(recorded: RecordedTask, batch: Any) -> TracedTask:
 def _trace(recorded: RecordedTask, batch: Any) -> TracedTask:
     definition = recorded.definition
     rows = definition.batch_size
-    axes = batch_axes(definition.name, rows, batch)
+    axes = batch_axes(definition, rows, batch)
     # The whole batch, then the batch without its last row: what differs between the two runs grows with the batch.
     large, used, loss_shapes = _layers(recorded, batch)
     small: dict[str, list[_Run]] = {}
     couples = True
     whole_only = "its batch is one sample" if rows == 1 else ""
-    if rows > 1:
+    if has_items(definition, batch):
+        whole_only = HAS_ITEMS
+    if not whole_only:
         try:
             small, _, fewer_shapes = _layers(recorded, cut(batch, axes, rows, 0, rows - 1))
             couples = not loss_shapes or any(map(_pairs_rows, fewer_shapes, loss_shapes))
@@ -272,7 +286,7 @@ def _layers(recorded: RecordedTask, batch: Any) -> _Runs:
 @contextmanager
 def fake_weights(modules: Iterable[nn.Module], device: torch.device) -> Iterator[FakeTensorMode]:
     """A context in which modules have fake weights, and code runs on fake tensors of this mode."""
-    mode = FakeTensorMode(allow_non_fake_inputs=True)
+    mode = fake_mode()
     with ExitStack() as stack:
         for module in modules:
             stack.enter_context(FakeWeights(module, mode, device))
@@ -340,7 +354,7 @@ def _run_layers_without_weights(recorded: RecordedTask, batch: Any) -> _Runs:
     runs: dict[str, list[_Run]] = {}
     outputs: dict[str, Any] = {}
     for call in recorded.calls:
-        mode = FakeTensorMode(allow_non_fake_inputs=True)
+        mode = fake_mode()
         weights = FakeWeights(call.handle.module, mode, device_of(batch))
         with torch.no_grad():
             args, kwargs = call.arguments(batch, *(outputs[source] for source in call.sources))

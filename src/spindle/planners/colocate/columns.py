@@ -6,13 +6,13 @@ whole on devices run in parts. All of it becomes one list of passes with what th
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
 
 from spindle.errors import DoesNotFitError, PlanError
+from spindle.graph import MetaGraph
 from spindle.plan import BACKWARD, FORWARD, Piece, Plan, assemble_passes
 from spindle.planners.balance import NOT_ALLOWED, assign_items
 from spindle.planners.colocate.order import Order, Passes
@@ -68,17 +68,15 @@ def replicas_of(profile: Profile, layout: Layout, known: Known | None = None) ->
     graph, setting = profile.graph, setting_in(profile, layout)
     costs = StageCosts(profile, layout)
     chain_of = {module: chain for chain in layout.chains for module in chain.modules}
-    calls: dict[tuple[str, str], list[int]] = defaultdict(list)
-    for position in graph.order:
-        op = graph.metaops[position]
-        if chain_of[op.module or ""].placement != SPREAD:
-            calls[op.task, op.call or ""].append(position)
+    is_whole = [chain_of[op.module or ""].placement != SPREAD for op in graph.metaops]
+    calls = _connected(graph, is_whole)
     tasks_of = [tasks for tasks in shares_of_replicas(profile, layout) if tasks]
     replicas = []
     for batch, tasks in zip(batches_of(profile, layout), tasks_of, strict=True):
         microbatch_of = {task: number for number, task in enumerate(tasks)}
         parts = []
-        for (task, _), positions in calls.items():
+        for positions in calls:
+            task = graph.metaops[positions[0]].task
             if task not in microbatch_of:
                 continue
             pieces = tuple(StagePiece(position, 0, graph.metaops[position].num_layers) for position in positions)
@@ -102,6 +100,22 @@ def replicas_of(profile: Profile, layout: Layout, known: Known | None = None) ->
             )
         replicas.append(Replica(number=batch.replica, batch=batch, parts=tuple(parts)))
     return replicas
+
+
+def _connected(graph: MetaGraph, is_whole: Sequence[bool]) -> list[list[int]]:
+    """Ops of chains that stand whole, in groups that read each other: a part is one group (an encoder's call, and that
+    of its projector), in the order of the flows."""
+    group_of: dict[int, list[int]] = {}
+    for position in graph.order:
+        if not is_whole[position]:
+            continue
+        joined: list[int] = []
+        for source in graph.predecessors[position]:
+            group = group_of.get(source, [])
+            joined += [member for member in group if member not in joined]
+        joined.append(position)
+        group_of.update(dict.fromkeys(joined, joined))
+    return list({id(group): group for group in group_of.values()}.values())
 
 
 def assigned_parts(
@@ -228,7 +242,14 @@ def passes_of(
     backward_order = np.argsort(last_end, kind="stable")
     forward_place, backward_place = np.argsort(forward_order), np.argsort(backward_order)
     beyond = _SCALE * (schedule.makespan_ns + 1)
-    wire_ns = _wire_ns(profile)
+    wire_ns, graph = _wire_ns(profile), profile.graph
+    stage_of = {
+        piece.op: (pair, rank)
+        for pair, of_pair in enumerate(replica.batch.pieces)
+        for rank, pieces in enumerate(of_pair)
+        for piece in pieces
+        if piece.first == 0
+    }
     for index, (part, (device, sequence_degree)) in enumerate(zip(replica.parts, devices, strict=True)):
         entity = num_stages + index
         first[entity] = device
@@ -243,12 +264,12 @@ def passes_of(
             key[2 * entity + 1] = _SCALE * int(last_end[backward_order[place + lag]]) + 3
         else:
             key[2 * entity + 1] = beyond + place
-        target = entry.get(part.microbatch)
         needs.append((2 * entity + 1, 2 * entity, 0))
-        if target is not None:
-            output_ns = wire_ns(part.stages[sequence_degree].output_bytes)
-            needs.append((number(target, 0, 0), 2 * entity, output_ns))
-            needs.append((2 * entity + 1, number(target, 0, 1), output_ns))
+        output_ns = wire_ns(part.stages[sequence_degree].output_bytes)
+        fed = {op for piece in part.pieces for op in graph.successors[piece.op]}
+        for pair, rank in sorted(stage_of[op] for op in fed if op in stage_of):
+            needs.append((number(pair, rank, 0), 2 * entity, output_ns))
+            needs.append((2 * entity + 1, number(pair, rank, 1), output_ns))
     choices = [stage.choices for of_pair in replica.batch.stages for stage in of_pair]
     choices += [
         part.stages[sequence_degree].choices for part, (_, sequence_degree) in zip(replica.parts, devices, strict=True)
@@ -331,6 +352,6 @@ def plan_of_orders(
         raise PlanError("a plan needs at least one pass")
     timed.sort(key=lambda entry: entry[:2])
     listed = [(slot, kind) for _, _, kind, slots in timed for slot in slots]
-    is_sharded = any(chain.placement != SPREAD for chain in layout.chains)
+    is_sharded = layout.shards_optimizer and any(chain.placement != SPREAD for chain in layout.chains)
     setting = replace(setting_in(profile, layout), shard_optimizer=is_sharded)
     return assemble_passes(profile, setting, planner, pieces, listed)

@@ -15,6 +15,7 @@ from itertools import product
 import numpy as np
 
 from spindle.errors import DoesNotFitError, PlanError
+from spindle.graph import MetaGraph
 from spindle.plan import Plan
 from spindle.planners.colocate.columns import (
     EVERYTHING,
@@ -158,11 +159,14 @@ def plan_by_rules(
     return replace(plan, seed=options.seed, settings="; ".join(texts))
 
 
-def layouts_with(profile: Profile, num_ranks: int, placements: Sequence[str]) -> tuple[Layout, ...]:
+def layouts_with(
+    profile: Profile, num_ranks: int, placements: Sequence[str], shards_optimizer: bool = True
+) -> tuple[Layout, ...]:
     """Layouts whose modules that run in parts stand as one of the placements says; the others are cut into one chunk
     for each rank, or several, lighter on rank 0 where encoders stand there alone. Empty where nothing runs in parts."""
     graph = profile.graph
-    item_modules = list(dict.fromkeys(op.module for op in graph.metaops if op.items and op.module is not None))
+    rows = rows_of_item_modules(graph)
+    item_modules = [module for row in rows for module in row]
     counts, loads = layer_counts(graph), layer_loads(profile)
     spread = [module for module in counts if module not in item_modules]
     if not item_modules or not spread:
@@ -175,11 +179,14 @@ def layouts_with(profile: Profile, num_ranks: int, placements: Sequence[str]) ->
             f"{profile.cluster.num_devices}"
         )
     together = np.concatenate([loads[module] for module in spread])
-    degrees_of = [[each for each in profile.degrees_of(module) if degree % each == 0] for module in item_modules]
+    degrees_of = [
+        sorted(set.intersection(*(set(profile.degrees_of(module)) for module in row)) & set(divisors_of(degree)))
+        for row in rows
+    ]
     layouts = []
     seconds_of = {
-        (module, each): _seconds_of(profile, module, each)
-        for module, degrees in zip(item_modules, degrees_of, strict=True)
+        (row, each): sum(_seconds_of(profile, module, each) for module in row)
+        for row, degrees in zip(rows, degrees_of, strict=True)
         for each in degrees
     }
     for placement, degrees, rounds in product(placements, product(*degrees_of), _ROUNDS):
@@ -189,18 +196,16 @@ def layouts_with(profile: Profile, num_ranks: int, placements: Sequence[str]) ->
                 continue
             in_front = 0.0
             if placement == FIRST:
-                in_front = sum(
-                    seconds_of[module, each] * each / degree for module, each in zip(item_modules, degrees, strict=True)
-                )
+                in_front = sum(seconds_of[row, each] * each / degree for row, each in zip(rows, degrees, strict=True))
             whole = tuple(
                 Chain(
-                    modules=(module,),
-                    num_layers=(counts[module],),
-                    bounds=(0, counts[module]),
+                    modules=row,
+                    num_layers=tuple(counts[module] for module in row),
+                    bounds=(0, sum(counts[module] for module in row)),
                     placement=placement,
                     tensor_degree=each,
                 )
-                for module, each in zip(item_modules, degrees, strict=True)
+                for row, each in zip(rows, degrees, strict=True)
             )
             chain = Chain(
                 modules=tuple(spread),
@@ -214,9 +219,28 @@ def layouts_with(profile: Profile, num_ranks: int, placements: Sequence[str]) ->
                     tensor_degree=degree,
                     chains=(*whole, chain),
                     num_dedicated=num_dedicated,
+                    shards_optimizer=shards_optimizer,
                 )
             )
     return tuple(layouts)
+
+
+def rows_of_item_modules(graph: MetaGraph) -> list[tuple[str, ...]]:
+    """Modules that run in parts, those together whose calls read each other: their parts stand on the same devices."""
+    rows: list[list[str]] = [[module] for module in dict.fromkeys(op.module or "" for op in graph.metaops if op.items)]
+    for producer, consumer in graph.edges:
+        source, target = graph.metaops[producer], graph.metaops[consumer]
+        if source.items and target.items and source.module != target.module:
+            first = next(row for row in rows if source.module in row)
+            second = next(row for row in rows if target.module in row)
+            if first is not second:
+                rows.remove(second)
+                first += second
+    return [tuple(row) for row in rows]
+
+
+def divisors_of(number: int) -> list[int]:
+    return [each for each in range(1, number + 1) if number % each == 0]
 
 
 def _seconds_of(profile: Profile, module: str, degree: int) -> float:
@@ -337,6 +361,7 @@ def choose_colocation(
     part_profiles: Sequence[Profile],
     split_profiles: Sequence[Profile],
     num_ranks: int,
+    shards_optimizer: bool = True,
 ) -> tuple[Profile, Layout]:
     """Choose placement, tensor degree and parts of encoders for a system, on a batch that stands for all: among
     profiles whose item calls are in parts, the first of them in whole calls, by the lengths of their schedules; the
@@ -351,7 +376,7 @@ def choose_colocation(
     candidates = [
         (_work_s(profile, layout, known), profile, layout)
         for profile in (part_profiles[:1] if system.whole_calls else part_profiles[1:])
-        for layout in layouts_with(profile, num_ranks, system.placements)
+        for layout in layouts_with(profile, num_ranks, system.placements, shards_optimizer)
         if not system.whole_calls or all(chain.tensor_degree in (0, layout.tensor_degree) for chain in layout.chains)
     ]
     for work_s, profile, layout in sorted(candidates, key=lambda candidate: candidate[0]):

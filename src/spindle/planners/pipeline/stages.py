@@ -573,7 +573,7 @@ def owning_ranks_in(graph: MetaGraph, layout: Layout) -> dict[int, tuple[int, ..
 def held_bytes(profile: Profile, layout: Layout) -> tuple[Column, Column]:
     """Bytes of weights, gradients and optimizer on a device of each rank, and the nanoseconds of its optimizer's step.
 
-    Where a chain stands whole on several groups, they share the optimizer state.
+    Where a chain stands whole on several groups, they share the optimizer state, if the layout says so.
     """
     graph = profile.graph
     degree_of: dict[int, int] = {}
@@ -587,7 +587,7 @@ def held_bytes(profile: Profile, layout: Layout) -> tuple[Column, Column]:
                 num_groups = len(ranks_of_whole(layout, chain)) * layout.tensor_degree // degree
                 for parameter in (parameter for layer in op.parameters for parameter in layer):
                     degree_of[parameter] = degree
-                    owners_of[parameter] = num_groups * layout.num_replicas
+                    owners_of[parameter] = num_groups * layout.num_replicas if layout.shards_optimizer else 1
     static = np.zeros(layout.num_ranks, dtype=np.int64)
     elements = np.zeros(layout.num_ranks)
     for rank, parameters in enumerate(held_by_ranks(graph, layout)):

@@ -20,7 +20,8 @@ from typing import IO, Any
 
 from spindle.errors import PlanError, SpindleError
 from spindle.plan import Plan
-from spindle.planners.options import PlanOptions
+from spindle.planners.colocate.planner import plan_system
+from spindle.planners.options import SPREAD, PlanOptions
 from spindle.planners.pipeline.planner import plan_pipeline
 from spindle.profile import Profile
 from spindle.program import Program, lower, verify
@@ -36,6 +37,7 @@ class Job:
     profile: Profile
     owning_ranks: Mapping[int, tuple[int, ...]]
     options: PlanOptions
+    planner: str = "pipeline"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -50,7 +52,11 @@ class Answer:
 
 def planned(job: Job, options: PlanOptions) -> Program:
     """Plan a job; returns its verified program."""
-    plan: Plan = plan_pipeline(job.profile, options)
+    plan: Plan = (
+        plan_pipeline(job.profile, options)
+        if job.planner == "pipeline"
+        else plan_system(job.planner, job.profile, options)
+    )
     program = lower(plan, job.profile, owning_ranks=job.owning_ranks)
     verify(program, job.profile)
     return program
@@ -65,8 +71,10 @@ def answers(job: Job, is_awaited: Callable[[], bool]) -> Iterator[Answer]:
     """Answer with the natural order first, then with the best order, unless another job is waiting."""
     try:
         natural = planned(job, replace(job.options, evaluations=1, time_limit_s=None))
-        yield Answer(number=job.number, is_final=False, program=natural)
-        if not is_awaited():
+        # Nothing is searched where encoders stand whole: all orders of parts that are tried are in the first answer.
+        is_final = any(chain.placement != SPREAD for layout in job.options.layouts for chain in layout.chains)
+        yield Answer(number=job.number, is_final=is_final, program=natural)
+        if not is_final and not is_awaited():
             yield Answer(number=job.number, is_final=True, program=planned(job, job.options))
     except SpindleError as error:
         yield Answer(number=job.number, is_final=True, error=error)

@@ -1,0 +1,82 @@
+"""How long items of different lengths take: from single items that were measured, and all of a batch together."""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from spindle.errors import ProfileError
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ItemTimes:
+    """Seconds of one layer of an item call, on one device, on single items of these lengths. `together` are the lengths
+    of the items on which the op's curve was measured, all at once.
+
+    Between measured lengths p the time is a piece of a·p² + b·p + k through three neighbouring points. Items of a part
+    cost less together than one by one where kernels share launches, or more where attention sees all of them: the
+    longest counts in full, and the others by the share with which `together` agrees with its measurement.
+    """
+
+    lengths: tuple[int, ...]
+    forward_s: tuple[float, ...]
+    backward_s: tuple[float, ...]
+    together: tuple[int, ...]
+
+    def __post_init__(self) -> None:
+        if not self.lengths or list(self.lengths) != sorted(set(self.lengths)) or self.lengths[0] < 1:
+            raise ProfileError(f"lengths of items must be increasing and at least 1, got {list(self.lengths)}")
+        if not len(self.lengths) == len(self.forward_s) == len(self.backward_s):
+            raise ProfileError("expected one forward and one backward time for each length of an item")
+
+    def at(self, length: int) -> tuple[float, float]:
+        """Forward and backward seconds of one item."""
+        return _at(self.lengths, self.forward_s, length), _at(self.lengths, self.backward_s, length)
+
+    def of_part(self, lengths: Sequence[int], together_s: tuple[float, float]) -> tuple[float, float]:
+        """Forward and backward seconds of a part with items of these lengths; `together_s` are those of `together`."""
+        forward_s, backward_s = (
+            _part_s(self.lengths, times, lengths, self.together, whole_s)
+            for times, whole_s in zip((self.forward_s, self.backward_s), together_s, strict=True)
+        )
+        return forward_s, backward_s
+
+
+def _part_s(
+    known: Sequence[int], times: Sequence[float], lengths: Sequence[int], together: Sequence[int], together_s: float
+) -> float:
+    longest = max(lengths)
+    alone_s = _at(known, times, longest)
+    others_s = sum(_at(known, times, length) for length in lengths) - alone_s
+    if not others_s:
+        return alone_s
+    most_s = _at(known, times, max(together))
+    rest_s = sum(_at(known, times, length) for length in together) - most_s
+    share = max(0.0, together_s - most_s) / rest_s if rest_s > 0 else 1.0
+    return alone_s + share * others_s
+
+
+def _at(lengths: Sequence[int], times: Sequence[float], length: int) -> float:
+    """The time at a length. Below the shortest it is that of the shortest; above the longest it grows as between the
+    last two, at least in proportion."""
+    if length <= lengths[0]:
+        return times[0]
+    if length > lengths[-1]:
+        slope = times[-1] / lengths[-1]
+        if len(lengths) > 1:
+            slope = max(slope, (times[-1] - times[-2]) / (lengths[-1] - lengths[-2]))
+        return times[-1] + slope * (length - lengths[-1])
+    upper = bisect_left(lengths, length)
+    if lengths[upper] == length:
+        return times[upper]
+    low, high = sorted((times[upper - 1], times[upper]))
+    places = range(max(0, upper - 2), min(len(lengths), upper + 1))
+    total = 0.0
+    for place in places:
+        weight = 1.0
+        for other in places:
+            if other != place:
+                weight *= (length - lengths[other]) / (lengths[place] - lengths[other])
+        total += weight * times[place]
+    return min(max(total, low), high)

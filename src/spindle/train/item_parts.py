@@ -1,0 +1,118 @@
+"""Item calls of a microbatch as parts: which items run together, and what each part costs.
+
+The items of one group of item calls (an encoder and its projector) are grouped by length; every part is a copy of the
+group's ops with some of the items. Ranks that know the lengths of items compute the same parts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from spindle.graph import MetaGraph, MetaOp
+from spindle.profile import Curve, ItemTimes, Profile
+from spindle.run import ItemCode, LayersCode, Lengths, OpCode
+from spindle.workload import LayerCost, items_in_parts
+
+WHOLE_CALLS = 1 << 60  # as the size of parts: all items of a call are one
+
+
+@dataclass(frozen=True, slots=True)
+class BatchItems:
+    """A batch without values, and the rows of its items."""
+
+    nest: Any
+    lengths: Lengths
+
+
+@dataclass(frozen=True, slots=True)
+class PartSettings:
+    """How item calls become parts: of about so many rows each, or not at all. `measured` has, by variant, the batch on
+    which times were measured."""
+
+    part_tokens: int | None
+    measured: Mapping[str, BatchItems]
+
+    @property
+    def has_parts(self) -> bool:
+        return self.part_tokens is not None
+
+
+def groups_of_ops(graph: MetaGraph, code: Sequence[OpCode], positions: Sequence[int]) -> list[list[int]]:
+    """Ops of item calls among these, in groups that read each other, each in an order of the flows."""
+    groups: list[list[int]] = []
+    for position in graph.order:
+        if position in positions and item_code(code[position]) is not None:
+            joined = [group for group in groups if not set(graph.predecessors[position]).isdisjoint(group)]
+            groups = [group for group in groups if group not in joined]
+            groups.append([*(op for group in joined for op in group), position])
+    return groups
+
+
+def item_code(code: OpCode) -> ItemCode | None:
+    return code.items if isinstance(code, LayersCode) else None
+
+
+def parts_of_group(
+    group: Sequence[int], code: Sequence[OpCode], batch: BatchItems, part_tokens: int
+) -> list[list[int]]:
+    """The items of each part of a group; none where the batch has no items."""
+    first = item_code(code[group[0]])
+    assert first is not None
+    num_items = first.num_items(batch.nest, batch.lengths)
+    if not num_items:
+        return []
+    if not all(known.can_split for op in group if (known := item_code(code[op])) is not None):
+        return [list(range(num_items))]
+    return [list(items) for items in items_in_parts(item_lengths(first, batch, num_items), part_tokens)]
+
+
+def item_lengths(code: ItemCode, batch: BatchItems, num_items: int | None = None) -> tuple[int, ...]:
+    """The length of each item, on which its time depends."""
+    if code.length_entry is not None:
+        return batch.lengths[code.length_entry]
+    return (1,) * (code.num_items(batch.nest, batch.lengths) if num_items is None else num_items)
+
+
+def part_op(
+    op: MetaOp,
+    number: int,
+    items: Sequence[int],
+    name: str,
+    task: str,
+    microbatch: int,
+    lengths: Sequence[int],
+    whole: int,
+) -> MetaOp:
+    """The op of one part; `whole` is the length of all items on which the op's cost was traced."""
+    assert op.cost is not None
+    share = sum(lengths[item] for item in items) / max(1, whole)
+    return replace(
+        op,
+        name=name,
+        task=task,
+        call=f"{op.call}.{number}",
+        microbatch=microbatch,
+        batch_size=1,
+        cost=scaled_cost(op.cost, share * (op.batch_size or 1)),
+        items=tuple(items),
+    )
+
+
+def part_curve(curve: Curve, times: ItemTimes | None, lengths: Sequence[int], whole: int) -> Curve:
+    """The times of a part on one device: from those of single items where they were measured, else by its share of the
+    `whole` length."""
+    if times is None:
+        return curve.scaled(sum(lengths) / max(1, whole))
+    forward_s, backward_s = times.of_part(lengths, (curve.forward_s[0], curve.backward_s[0]))
+    return replace(curve, forward_s=(forward_s,), backward_s=(backward_s,))
+
+
+def scaled_cost(cost: LayerCost, scale: float) -> LayerCost:
+    names = ("forward_flops", "backward_flops", "traffic_bytes", "saved_bytes", "output_bytes")
+    return replace(cost, **{name: scale * getattr(cost, name) for name in names})
+
+
+def times_of(profile: Profile, op: MetaOp) -> ItemTimes | None:
+    return next((times for name, times in profile.item_times if name == op.name), None)
