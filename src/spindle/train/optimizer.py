@@ -200,8 +200,8 @@ class Update:
             for key, value in known[0].items() if known else ():
                 if key in entry and not _is_alike(value, entry[key]):
                     raise CheckpointError(
-                        f"the optimizer's {key} is {value!r} in the saved state, and {entry[key]!r} in this script: not a "
-                        "value of the same kind; is the checkpoint damaged?"
+                        f"the optimizer's {key} is {value!r} in the saved state, and {entry[key]!r} in this script: "
+                        "not a value of the same kind; is the checkpoint damaged?"
                     )
                 is_tensor = isinstance(entry.get(key), torch.Tensor)
                 entry[key] = torch.full_like(entry[key], value) if is_tensor else value
@@ -271,7 +271,7 @@ def _refuse_missing_state(group: Mapping[str, Any], states: Sequence[Mapping[str
 
 
 def _is_alike(saved: Any, current: Any) -> bool:
-    """Whether a saved setting may take the place of the optimizer's own. One that is None by default may be anything."""
+    """Whether a saved setting may take the place of the optimizer's own. One that is None may be anything."""
     if current is None or saved is None:
         return True
     if isinstance(current, bool) or isinstance(saved, bool):
