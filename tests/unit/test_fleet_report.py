@@ -75,7 +75,14 @@ def test_a_store_is_shown_while_its_jobs_still_run(tmp_path):
     timeline = timeline_of_log(read_event_log(path), "fleet")
     assert {job.phase for job in timeline.jobs} >= {"running"}
     assert timeline.end_s == entries[-1][0].time_s
-    assert "fleet on test" in page.read_text(encoding="utf-8")
+    assert "fleet.sqlite on test" in page.read_text(encoding="utf-8")
+
+
+def test_a_store_without_jobs_has_nothing_to_show(tmp_path, capsys):
+    path = tmp_path / "fleet.sqlite"
+    Store.create(path, MACHINES, SchedulerOptions()).close()
+    assert run(["report", str(path), "-o", str(tmp_path / "fleet.html")]) == 2
+    assert "no job was submitted yet" in capsys.readouterr().err
 
 
 def test_the_same_timeline_gives_the_same_bytes_and_no_device_does_two_things_at_once():

@@ -151,9 +151,11 @@ def _fleet_report(inputs: list[str]) -> FleetReport:
         if given in timelines:
             raise InputError(f"{given}: is given twice")
         if is_store(path) or path.suffix == ".jsonl":
-            timelines[given] = timeline_of_log(read_event_log(path), path.stem)
+            timelines[given] = timeline_of_log(read_event_log(path), path.name)
         else:
             timelines[given] = read_artifact(path, "fleet-timeline", FleetTimeline)
+        if not timelines[given].jobs:
+            raise InputError(f"{given}: no job was submitted yet, so there is nothing to show")
     policies = [timeline.policy for timeline in timelines.values()]
     if len(set(policies)) == len(policies):
         timelines = dict(zip(policies, timelines.values(), strict=True))

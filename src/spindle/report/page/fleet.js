@@ -151,7 +151,7 @@ function fleetGapLines(report, spans, rank, gap) {
 /** A table of all policies. @param {Report} report @param {Spans[]} timelines */
 function showFleetOverview(report, timelines) {
   const headers = timelines.map((spans) => /** @type {FleetHeader} */ (spans.header));
-  const hours = (/** @type {number} */ value) => `${figures(Number(value.toPrecision(4)))} h`;
+  const hours = (/** @type {number} */ value) => (value >= 2 ? `${figures(Number(value.toPrecision(4)))} h` : secondsText(value * 3600));
   const named = headers.some((header) => header.name !== header.planner);
   const rows = headers.map((header) => {
     const { measures } = header;
@@ -214,8 +214,9 @@ function drawFleetCharts(report, shown) {
   charts = [];
   const run = byId("run");
   run.replaceChildren();
-  const days = Math.max(...shown.map((spans) => spans.header.makespan)) * unitSeconds > 4 * 86400;
-  const scale = unitSeconds / (days ? 86400 : 3600), x = days ? "days" : "hours";
+  const whole = Math.max(...shown.map((spans) => spans.header.makespan)) * unitSeconds;
+  const [x, size] = /** @type {[string, number]} */ (whole > 4 * 86400 ? ["days", 86400] : whole > 3 * 3600 ? ["hours", 3600] : ["minutes", 60]);
+  const scale = unitSeconds / size;
   /** @param {string} title @param {{label: string, times: ArrayLike<number>, values: ArrayLike<number>, place: number, dash?: number[]}[]} entries @param {(value: number) => string} unit */
   const add = (title, entries, unit) => {
     if (!entries.length) return;
