@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import resource
 import signal
 import sqlite3
 import sys
@@ -22,8 +23,10 @@ from live_fleets import (
     weights_of,
 )
 from spindle.cli.main import run
+from spindle.errors import InputError
 from spindle.fleet import Draining, NodeLost, Resize, Start, Started
 from spindle.fleet.event_log import replay
+from spindle.fleet.machines import ray_island
 
 pytest.importorskip("ray", reason="live fleets need Ray: pip install 'spindle-train[fleet]'")
 pytestmark = [
@@ -154,12 +157,46 @@ def test_a_job_is_stopped_with_a_checkpoint_and_resumed_and_the_fleet_goes_down_
 def test_any_command_runs_with_step_times_given_by_hand(fleet):
     path = fleet.folder / "ranks.txt"
     code, text = fleet.call(
-        *("submit", "--name", "command", "--time", "l40s:2=1.0", "--steps", "1"),
+        *("submit", "--name", "command", "--time", "l40s:2=1.0", "--steps", "1", "--deadline", "6h"),
         *("sh", "-c", f"echo $RANK of $WORLD_SIZE >> {path}"),
     )
     assert code == 0, text
+    assert "the deadline will be met, on 2 x L40S or better" in text
     assert fleet.wait_for_end("command") == "completed"
     assert sorted(path.read_text().splitlines()) == ["0 of 2", "1 of 2"]
+
+
+def test_a_fleet_joins_a_ray_that_others_started(fleet, tmp_path):
+    """Its nodes say their kind; two fleets may share a cluster."""
+    joined = LiveTestFleet(tmp_path, "", "--address", fleet.local().address, "--interval", "1")
+    try:
+        joined.up()
+        assert set(joined.status()["nodes"]) == {"node0", "node1", "node2"}
+        code, text = joined.call(
+            "submit", "--name", "hello", "--time", "a100:2=1", "--steps", "1", "sh", "-c", "hostname"
+        )
+        assert code == 0, text
+        assert joined.wait_for_end("hello") == "completed"
+        code, text = joined.call("logs", "hello")
+        assert "attempt 1, 2 ranks" in text
+    finally:
+        joined.down()
+    assert fleet.is_up()  # of which nothing was ended
+
+
+def test_with_a_full_disk_nothing_is_reallocated_and_jobs_train_on(fleet, expected):
+    folder = fleet.submit("full", STEPS, "--pause", "0.2", options=("--kinds", "l40s", "--count", "1"))
+    line = fleet.wait_for_step(folder, 1)
+    assert fleet.scheduler is not None
+    resource.prlimit(fleet.scheduler.pid, resource.RLIMIT_FSIZE, (1000, resource.RLIM_INFINITY))
+    num_events = len(fleet.log().entries)
+    later = fleet.wait_for_step(folder, line["step"] + 8)
+    assert later["pid"] == line["pid"]
+    assert len(fleet.log().entries) <= num_events + 1
+    assert fleet.is_up()
+    resource.prlimit(fleet.scheduler.pid, resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
+    assert fleet.wait_for_end("full") == "completed"
+    assert is_same(folder, expected)
 
 
 def test_recorded_events_give_the_same_actions_and_every_device_had_one_job(fleet, capsys):
@@ -176,6 +213,15 @@ def test_recorded_events_give_the_same_actions_and_every_device_had_one_job(flee
     assert len(started) <= len(
         [text for text in starts if json.loads(text)["action"] in (Start.__name__, Resize.__name__)]
     )
+
+
+def test_a_node_without_a_kind_is_named():
+    node = {"NodeID": "c0ffee" * 8, "Resources": {"GPU": 4.0}, "Labels": {}}
+    with pytest.raises(InputError, match=r"10.0.0.1:6379: node c0ffeec0ffee has 4 devices and no kind; start it with"):
+        ray_island(node, None, "10.0.0.1:6379")
+    island = ray_island({**node, "Labels": {"ray.io/accelerator-type": "H100"}}, None, "10.0.0.1:6379")
+    assert island is not None
+    assert (island.kind.name, island.num_devices) == ("H100-SXM", 4)
 
 
 def test_what_is_wrong_is_said_in_one_sentence_and_nothing_is_submitted(fleet, tmp_path, capsys):
@@ -200,6 +246,8 @@ def test_what_is_wrong_is_said_in_one_sentence_and_nothing_is_submitted(fleet, t
     code, text = fleet.call("submit", str(tmp_path / "fails.py"))
     assert code == 2
     assert "it failed with the error above" in text
+    huge = refused("submit", "--name", "huge", "--kinds", "l40s", script, str(tmp_path), "1", "--size", "60000")
+    assert "job 'huge' fits in no cell of fleet that it accepts; the least that would do is" in huge
     assert "submitted before" in refused("submit", "--name", "adopted", script)
     assert "no job is called 'nobody'" in refused("stop", "nobody")
     assert "unknown node 'nowhere'" in refused("drain", "nowhere")

@@ -13,6 +13,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
+from spindle.cluster import Island
 from spindle.errors import FleetError
 from spindle.fleet.events import NodeShare
 from spindle.fleet.store import Submission
@@ -62,10 +63,12 @@ class AttemptReport:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NodeStatus:
     """A node that is there. `identity` changes when it was lost and is back; `drain_s` is how many seconds are left
-    until it leaves, where the cluster says so. A node that `is_checked` can run Spindle; None: not known yet."""
+    until it leaves, where the cluster says so. A node that `is_checked` can run Spindle; None: not known yet.
+    `island` describes it, where the fleet may not know it."""
 
     identity: str
     is_checked: bool | None = True
+    island: Island | None = None
     drain_s: float | None = None
 
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from spindle.artifact import artifact_from_json, json_value, read_text_file, to_json
+from spindle.artifact import artifact_from_json, from_json, json_value, read_text_file, to_json
 from spindle.errors import InputError
 from spindle.fleet.events import Action, Event, action_json, event_from_json, event_json
 from spindle.fleet.fleet import Fleet
@@ -67,6 +67,23 @@ def store_log(store: Store) -> EventLog:
     return EventLog(fleet=store.fleet, options=store.options, entries=tuple(store.entries()))
 
 
+def latest_state(store: Store) -> State:
+    """The scheduler's state after all events of a store: replayed from its newest snapshot on, where there is one.
+    Refuses events to which this scheduler would not have answered as recorded."""
+    number, text = store.snapshot()
+    state = State(fleet=store.fleet, options=store.options)
+    if text:
+        state = from_json(State, json_value(text), f"{store.path}: snapshot after event {number}")
+    log = EventLog(fleet=store.fleet, options=store.options, entries=tuple(store.entries(after=number)))
+    result = replay(log, state)
+    if result.difference:
+        raise InputError(
+            f"{store.path}: its events were recorded by another version of the scheduler, which acted differently: "
+            f"{result.difference}; start a new fleet with another --store"
+        )
+    return result.state
+
+
 def read_event_log(path: Path) -> EventLog:
     """The events of a file of lines, or of the store of a live fleet."""
     if is_store(path):
@@ -95,9 +112,10 @@ def read_event_log(path: Path) -> EventLog:
     return EventLog(fleet=header.fleet, options=header.options, entries=complete)
 
 
-def replay(log: EventLog) -> ReplayResult:
-    """Feed the events to the scheduler; stops at the first answer that differs from the recorded one."""
-    state = State(fleet=log.fleet, options=log.options)
+def replay(log: EventLog, state: State | None = None) -> ReplayResult:
+    """Feed the events to the scheduler, from a state on; stops at the first answer that differs from the recorded
+    one."""
+    state = State(fleet=log.fleet, options=log.options) if state is None else state
     num_actions = 0
     for number, (event, recorded) in enumerate(log.entries, 1):
         state, actions = schedule(state, event)

@@ -10,6 +10,7 @@ cannot be written nothing is reallocated; jobs train on.
 
 from __future__ import annotations
 
+import json
 import time
 from collections import deque
 from collections.abc import Callable
@@ -18,12 +19,12 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, assert_never
 
-from spindle.artifact import from_json
+from spindle.artifact import from_json, to_json
 from spindle.checkpoint import steps_in
 from spindle.errors import FleetError, InputError, StoreError
 from spindle.fleet.cells import Estimate
 from spindle.fleet.engine import ENDED, LOST, PENDING, AttemptReport, AttemptStart, Engine, EngineLostError, Key
-from spindle.fleet.event_log import replay, store_log
+from spindle.fleet.event_log import latest_state
 from spindle.fleet.events import (
     Action,
     Completed,
@@ -60,6 +61,7 @@ _WRITE_S = 2.0  # between two records of progress
 _NAG_S = 30.0  # between two messages about a store that cannot be written
 _OFF = 0.1  # a rate that changes by more is told to the scheduler at once
 _NODE_GONE_S = 6.0  # until a cluster has noticed that a node is gone
+_SNAPSHOT_EVENTS = 500  # between two snapshots of the state
 _DRAIN_S = 120.0  # until a drained node is to be left, unless said otherwise
 
 
@@ -130,23 +132,13 @@ class LiveFleet:
     _next_write_s: float = 0.0
     _next_nag_s: float = 0.0
     _down_command: int | None = None
+    _num_new: int = 0  # events since the last snapshot
     _is_lost: bool = False  # the engine does not answer
 
     def __post_init__(self) -> None:
-        log = store_log(self.store)
-        result = replay(log)
-        if result.difference:
-            raise InputError(
-                f"{self.store.path}: its events were recorded by another version of the scheduler, which acted "
-                f"differently: {result.difference}; start a new fleet with another --store"
-            )
-        self.state = result.state
+        self.state = latest_state(self.store)
         self.clock = FleetClock(self.store.origin_unix_s, self.state.now_s)
-        for event, _ in log.entries:
-            if isinstance(event, Draining):
-                self._drained.add(event.node)
-            elif isinstance(event, NodeJoined):
-                self._drained.discard(event.node)
+        self._drained = set(json.loads(self.store.meta("drained") or "[]"))
 
     # The loop.
 
@@ -178,6 +170,9 @@ class LiveFleet:
             self._start_pending()
             self._write_executed()
             self._write_progress()
+            if self._num_new >= _SNAPSHOT_EVENTS:
+                self.store.write_snapshot(json.dumps(to_json(self.state)))
+                self._num_new = 0
         except StoreError as error:
             self._nag(error)
         except EngineLostError as error:
@@ -269,6 +264,7 @@ class LiveFleet:
                 return False
             self._unsaved.popleft()
             self.state = state
+            self._num_new += 1
             for key in entry.discards:
                 self._discard(key)
             for number, action in zip(numbers, actions, strict=True):
@@ -525,20 +521,25 @@ class LiveFleet:
             return
         self._next_nodes_s = time.monotonic() + _NODES_S
         nodes = self.engine.nodes()
+        for name, status in nodes.items():
+            if name not in self.state.fleet.node_names and status.is_checked and status.island is not None:
+                self.notify(f"node {name} is new: {status.island.num_devices} x {status.island.kind.name}")
+                self._identities[name] = status.identity
+                self._tell(NodeJoined(time_s=self.clock.now_s(), node=name, island=status.island))
         for name in self.state.fleet.node_names:
-            status, known = nodes.get(name), self._identities.get(name)
-            is_gone = status is None or status.is_checked is False or (known is not None and known != status.identity)
+            now, known = nodes.get(name), self._identities.get(name)
+            is_gone = now is None or now.is_checked is False or (known is not None and known != now.identity)
             if is_gone and (known is not None or name not in self.state.unavailable):
                 self._identities.pop(name, None)
                 self._node_lost(name)
-            if status is None or not status.is_checked:
+            if now is None or not now.is_checked:
                 continue
-            self._identities[name] = status.identity
-            if name in self.state.unavailable and name not in self._drained and status.drain_s is None:
+            self._identities[name] = now.identity
+            if name in self.state.unavailable and name not in self._drained and now.drain_s is None:
                 self.notify(f"node {name} has joined")
                 self._tell(NodeJoined(time_s=self.clock.now_s(), node=name))
-            elif status.drain_s is not None and name not in self._drained:
-                self._drain(name, status.drain_s)
+            elif now.drain_s is not None and name not in self._drained:
+                self._drain(name, now.drain_s)
 
     def _node_lost(self, name: str) -> None:
         keys = tuple(key for key, each in self._attempts.items() if any(s.node == name for s in each.record.nodes))
@@ -560,6 +561,7 @@ class LiveFleet:
     def _drain(self, node: str, drain_s: float, answers: tuple[tuple[int, str], ...] = ()) -> None:
         now_s = self.clock.now_s()
         self._drained.add(node)
+        self.store.set_meta("drained", json.dumps(sorted(self._drained)))
         self.notify(f"node {node} is drained: its jobs leave within {drain_s:.0f} s")
         self._tell(Draining(time_s=now_s, node=node, deadline_s=now_s + drain_s), answers=answers)
 
@@ -591,6 +593,7 @@ class LiveFleet:
             except (FleetError, InputError) as error:
                 if isinstance(error, StoreError | EngineLostError):
                     raise
+                self.notify(f"refused: {error}")
                 self.store.answer_command(command.number, f"error: {error}")
 
     def _handle(self, command: Command) -> None:
@@ -617,6 +620,7 @@ class LiveFleet:
                 self.state.fleet.node_number(node)
                 if body.get("ends"):
                     self._drained.discard(node)
+                    self.store.set_meta("drained", json.dumps(sorted(self._drained)))
                     self._tell(NodeJoined(time_s=now_s, node=node), answers=answers)
                 else:
                     self._drain(node, float(body.get("within_s") or _DRAIN_S), answers)

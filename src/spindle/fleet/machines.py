@@ -8,6 +8,7 @@ import re
 import secrets
 import socket
 import subprocess
+from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
@@ -53,31 +54,37 @@ def preset_of(kind: str, where: str) -> Island:
 def ray_fleet(address: str, described: Fleet | None) -> Fleet:
     """The nodes of a Ray cluster that have devices. Their kind is a label, and is described by a preset or by
     `described`."""
-    from spindle.fleet.ray_engine import RayEngine
-    from spindle.fleet.ray_nodes import KIND_LABEL, NODE_LABEL
+    from spindle.fleet.ray_engine import RayEngine, node_name
 
     engine = RayEngine("none", address)
     try:
-        islands, names = [], []
-        for node in engine.alive_nodes():
-            labels, num_devices = node.get("Labels") or {}, int(node["Resources"].get("GPU", 0))
-            name = labels.get(NODE_LABEL) or node.get("NodeName") or node["NodeID"][:8]
-            if not num_devices:
-                continue
-            kind = labels.get(KIND_LABEL) or labels.get("ray.io/accelerator-type")
-            if not kind:
-                raise InputError(
-                    f"{address}: node {name} has {num_devices} devices and no kind; start it with "
-                    f"ray start --labels={KIND_LABEL}=a100, or with its ray.io/accelerator-type"
-                )
-            islands.append(replace(_described(kind, described, f"{address}: node {name}"), num_devices=num_devices))
-            names.append(name)
+        nodes = engine.alive_nodes()
+        found = {node_name(node): ray_island(node, described, address) for node in nodes}
     finally:
         engine.close(end_machines=False)
+    names = [name for name, island in found.items() if island is not None]
+    islands = [island for island in found.values() if island is not None]
     if not islands:
         raise InputError(f"{address}: no node of this Ray has devices (GPU resources); add one with ray start")
     teams = () if described is None else described.teams
     return Fleet(cluster=Cluster(name=address, islands=tuple(islands)), node_names=tuple(names), teams=teams)
+
+
+def ray_island(node: Mapping[str, Any], described: Fleet | None, address: str) -> Island | None:
+    """The devices of a node, from what Ray says of it; None without any."""
+    from spindle.fleet.ray_engine import node_name
+    from spindle.fleet.ray_nodes import KIND_LABEL
+
+    labels, num_devices = node.get("Labels") or {}, int(node["Resources"].get("GPU", 0))
+    if not num_devices:
+        return None
+    kind = labels.get(KIND_LABEL) or labels.get("ray.io/accelerator-type")
+    if not kind:
+        raise InputError(
+            f"{address}: node {node_name(node)} has {num_devices} devices and no kind; start it with "
+            f"ray start --labels={KIND_LABEL}=a100, or with its ray.io/accelerator-type"
+        )
+    return replace(_described(kind, described, f"{address}: node {node_name(node)}"), num_devices=num_devices)
 
 
 def _described(kind: str, fleet: Fleet | None, where: str) -> Island:
@@ -143,7 +150,15 @@ def open_engine(store: Store) -> Engine:
     from spindle.fleet.ray_nodes import LocalNode, LocalRay, end_local_ray, import_ray, is_listening, start_local_ray
 
     if settings.get("address"):
-        return RayEngine(fleet_id, settings["address"])
+        address = settings["address"]
+
+        def describe(node: Mapping[str, Any]) -> Island | None:
+            try:
+                return ray_island(node, store.fleet, address)
+            except InputError:  # a node that joined without a kind is left alone
+                return None
+
+        return RayEngine(fleet_id, address, describe=describe)
     import_ray(is_local=True)
     fleet, text = store.fleet, store.meta("ray")
     nodes = [

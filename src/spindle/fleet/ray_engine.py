@@ -16,12 +16,13 @@ import platform
 import secrets
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
 from spindle import __version__
+from spindle.cluster import Island
 from spindle.errors import InputError
 from spindle.fleet.engine import (
     ENDED,
@@ -114,11 +115,13 @@ class RayEngine:
         *,
         local: LocalRay | None = None,
         local_nodes: Sequence[LocalNode] = (),
-        remember: Any = None,
+        remember: Callable[[LocalRay], None] | None = None,
+        describe: Callable[[dict[str, Any]], Island | None] | None = None,
     ) -> None:
         self._prefix = f"fleet/{fleet_id}/"
         self.address, self.local, self._local_nodes = address, local, tuple(local_nodes)
         self._remember = remember  # called with the Ray that was started anew
+        self._describe = describe  # what a node has, from what Ray says of it
         self._attempts: dict[Key, _RayAttempt] = {}
         self._alive: dict[str, NodeStatus] = {}
         self._ids: dict[str, str] = {}  # of nodes, by name
@@ -127,7 +130,7 @@ class RayEngine:
         self._checked: dict[str, str] = {}  # by id: empty, or what is wrong
         self._answered_s = time.monotonic()
         self._lost_s: float | None = None
-        self._ray = import_ray(is_local=local is not None)
+        self._ray = import_ray(is_local=local is not None or address.startswith(("127.", "localhost")))
         self._connect()
 
     def _connect(self) -> None:
@@ -157,12 +160,17 @@ class RayEngine:
         alive = {}
         for node in self.alive_nodes():
             identity, labels = node["NodeID"], node.get("Labels") or {}
-            name = labels.get(NODE_LABEL) or node.get("NodeName") or identity[:8]
+            name = node_name(node)
             if "node:__internal_head__" in node["Resources"] and NODE_LABEL not in labels and self.local is not None:
                 continue
             self._ids[name], self._hosts[name] = identity, node["NodeManagerAddress"]
             has_passed = self._has_passed(identity, name)
-            alive[name] = NodeStatus(identity=identity, is_checked=has_passed, drain_s=draining.get(identity))
+            alive[name] = NodeStatus(
+                identity=identity,
+                is_checked=has_passed,
+                drain_s=draining.get(identity),
+                island=None if self._describe is None else self._describe(node),
+            )
         self._alive = alive
         return alive
 
@@ -438,6 +446,13 @@ class RayEngine:
             self._ray.shutdown()
         if end_machines and self.local is not None:
             end_local_ray(self.local)
+
+
+def node_name(node: Mapping[str, Any]) -> str:
+    """What a node is called, from what Ray says of it: our label, or the name that it was started with; several nodes
+    of one host have only their ids."""
+    name: str = (node.get("Labels") or {}).get(NODE_LABEL) or node["NodeID"][:12]
+    return name
 
 
 def _other_versions(name: str, theirs: tuple[str, str], ours: tuple[str, str]) -> str:

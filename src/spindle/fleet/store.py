@@ -279,17 +279,30 @@ class Store:
         with self._transaction() as cursor:
             cursor.execute("UPDATE actions SET done_s = ? WHERE number = ?", (time_s, action))
 
-    def entries(self) -> list[tuple[Event, tuple[str, ...]]]:
-        """Every event with the text of its actions."""
+    def entries(self, *, after: int = 0) -> list[tuple[Event, tuple[str, ...]]]:
+        """Every event after that of a number, with the text of its actions."""
         with _errors(self.path):
             texts: dict[int, list[str]] = {}
-            for event, body in self._connection.execute("SELECT event, body FROM actions ORDER BY number"):
+            query = "SELECT event, body FROM actions WHERE event > ? ORDER BY number"
+            for event, body in self._connection.execute(query, (after,)):
                 texts.setdefault(event, []).append(body)
-            rows = self._connection.execute("SELECT number, body FROM events ORDER BY number").fetchall()
+            query = "SELECT number, body FROM events WHERE number > ? ORDER BY number"
+            rows = self._connection.execute(query, (after,)).fetchall()
         return [
             (event_from_json(json.loads(body), f"{self.path}: event {number}"), tuple(texts.get(number, ())))
             for number, body in rows
         ]
+
+    def snapshot(self) -> tuple[int, str]:
+        """The number of an event and the state after it, as JSON; 0 and nothing if there is none."""
+        number, _, text = (self.meta("snapshot") or "0:").partition(":")
+        return int(number), text
+
+    def write_snapshot(self, state: str) -> None:
+        """Keep the state after the newest event, so that a reader need not replay all of them."""
+        with _errors(self.path):
+            (number,) = self._connection.execute("SELECT max(number) FROM events").fetchone()
+        self.set_meta("snapshot", f"{number or 0}:{state}")
 
     def actions(self) -> list[WrittenAction]:
         with _errors(self.path):

@@ -27,7 +27,7 @@ def logs(
 
     from spindle.cli.terminal import show_text
     from spindle.errors import InputError
-    from spindle.fleet.event_log import replay, store_log
+    from spindle.fleet.event_log import latest_state
     from spindle.fleet.store import Store
 
     with Store.open(store) as opened:
@@ -36,7 +36,7 @@ def logs(
             raise InputError(f"{path}: job {job!r} has no output of rank {rank} yet")
         position = 0
         while True:
-            is_over = not follow or replay(store_log(opened)).state.find(job) is None
+            is_over = not follow or latest_state(opened).find(job) is None
             if path.exists():
                 with path.open("rb") as file:
                     file.seek(position)

@@ -19,11 +19,11 @@ def status(store: StoreFile = STORE, as_json: AsJson = False) -> None:
 
     from spindle.cli.terminal import show, show_json
     from spindle.display import seconds
-    from spindle.fleet.event_log import replay, store_log
+    from spindle.fleet.event_log import latest_state
     from spindle.fleet.store import Store
 
     with Store.open(store) as opened:
-        state = replay(store_log(opened)).state
+        state = latest_state(opened)
         is_up, waits = opened.has_scheduler(), opened.waits()
         newest = {record.job: record for record in opened.attempts()}
         pending = [command.body for command in opened.pending()]

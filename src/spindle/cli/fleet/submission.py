@@ -9,8 +9,9 @@ from dataclasses import dataclass, replace
 from datetime import datetime
 from pathlib import Path
 
-from spindle.errors import DoesNotFitError, FleetError, InputError
+from spindle.errors import FleetError, InputError
 from spindle.fleet import Cell, Estimate, Fleet, Job, JobState, State
+from spindle.fleet.deadlines import Verdict, verdict
 from spindle.fleet.store import Store, StoredPlan, Submission
 
 _UNITS_S = {"s": 1.0, "m": 60.0, "h": 3600.0, "d": 86400.0}
@@ -83,7 +84,9 @@ def read_deadline(text: str, origin_unix_s: float, now_unix_s: float | None = No
 
 def prepare(store: Store, job: Job, command: list[str], times: list[str], logs: str, folder: str) -> Prepared:
     """Everything that a job needs to be scheduled. Runs its script up to the first fit."""
-    state = _state(store)
+    from spindle.fleet.event_log import latest_state
+
+    state = latest_state(store)
     if any(known.name == job.name for known in (*state.jobs, *state.ended)):
         raise InputError(f"a job called {job.name!r} was submitted before; give this one another --name")
     if times:
@@ -91,12 +94,6 @@ def prepare(store: Store, job: Job, command: list[str], times: list[str], logs: 
         submission = Submission(command=tuple(command), is_script=False, folder=folder, logs=logs, environment={})
         return _promised(state, Prepared(job=job, estimates=estimates, submission=submission))
     return _prepared_script(store, state, job, command, logs, folder)
-
-
-def _state(store: Store) -> State:
-    from spindle.fleet.event_log import replay, store_log
-
-    return replay(store_log(store)).state
 
 
 def _given_time(text: str, fleet: Fleet, job: Job) -> Estimate:
@@ -164,10 +161,9 @@ def _fitting(state: State, prepared: Prepared) -> Prepared:
 
     if not any(planned(bound).fits for bound in largest.values()):
         needed = least_memory(tuple(tried))
-        raise DoesNotFitError(
-            f"{prepared.job.name} fits in no cell of {state.fleet.cluster.name}"
-            + (f"; the least that would do is {num_bytes(needed)} per device" if needed else ""),
-            needed,
+        raise FleetError(
+            f"job {prepared.job.name!r} fits in no cell of {state.fleet.cluster.name} that it accepts"
+            + (f"; the least that would do is {num_bytes(needed)} per device" if needed else "")
         )
     if prepared.job.deadline_s is None:
         return prepared
@@ -180,9 +176,7 @@ def _fitting(state: State, prepared: Prepared) -> Prepared:
     return _promised(state, prepared)
 
 
-def _verdict(state: State, prepared: Prepared):  # type: ignore[no-untyped-def]
-    from spindle.fleet.deadlines import verdict
-
+def _verdict(state: State, prepared: Prepared) -> Verdict:
     now_s = state.now_s
     cost_s = state.options.realloc_s
     if cost_s is None:
