@@ -7,6 +7,7 @@ from spindle.report.bound import bound_report, limit_sentences
 from spindle.report.colocated import ModuleLoad, module_load_lines, module_loads, placement_lines
 from spindle.report.compare import REFERENCE, compared, conclusion
 from spindle.report.explain import explain, headline, sentences
+from spindle.report.fleet_page import FleetReport, fleet_page_data
 from spindle.report.gantt import Chart, columns_for, draw, plan_chart, timeline_chart
 from spindle.report.html import page_html
 from spindle.report.idle import idle_causes, idle_sentences
@@ -34,6 +35,7 @@ __all__ = [
     "REFERENCE",
     "STEPS",
     "Chart",
+    "FleetReport",
     "ModuleLoad",
     "Run",
     "ShownTimeline",
@@ -51,6 +53,7 @@ __all__ = [
     "draw",
     "draw_steps",
     "explain",
+    "fleet_page_data",
     "headline",
     "idle_causes",
     "idle_sentences",
