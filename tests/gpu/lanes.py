@@ -4,8 +4,9 @@ Random workloads under random lane plans, with weight gradients on lanes of thei
 step; `slots`, in one for each pass) and without (`plain`), step by step and in CUDA graphs, against one process:
 float64 to 1e-9. Before each instruction its lane sleeps for a random time, so that whatever an event should order comes
 in another order where it is missing; before each step the gradients and losses that graphs write are NaN. To show that
-this notices a race, runs are repeated with one event between lanes left out, with none at all, and with what weight
-gradients read released early: at least one run of each kind must fail.
+this notices a race, runs are repeated with one dependency between lanes left out whose producer comes late (an edge of
+the step's graph, or an event between graphs of passes), with no dependency at all, and with what weight gradients read
+released early: at least one run of each kind must fail.
 """
 
 from __future__ import annotations
@@ -29,6 +30,7 @@ for folder in (HERE.parent, HERE.parent.parent / "src"):
 
 import torch  # noqa: E402
 
+from lane_races import LeftOut, edge_left_out  # noqa: E402
 from programs import compare_steps  # noqa: E402
 from spindle.run import Executor  # noqa: E402
 from spindle.run.graphs import Graphs  # noqa: E402
@@ -36,6 +38,7 @@ from spindle.run.lanes import Lanes  # noqa: E402
 
 TOLERANCE = 1e-9
 MAX_CYCLES = 1_000_000  # of a delay: about half a millisecond
+LATE_CYCLES = 200_000_000  # a tenth of a second: longer than a step
 NUM_WORKLOADS = 18
 
 
@@ -55,20 +58,32 @@ def delays(seed: int) -> Iterator[None]:
         yield
 
 
-def without_events(seed: int | None = None) -> Any:
-    """Inside, no lane waits for another; with a seed, one instruction does not wait for one other."""
+def without_events() -> Any:
+    """Inside, no lane waits for another."""
     made = Lanes.__init__
 
     def without(lanes: Lanes, *arguments: Any) -> None:
         made(lanes, *arguments)
-        if seed is None:
-            lanes._waits.clear()
-        elif lanes._waits:
-            numbers = random.Random(seed)
-            waits = lanes._waits[numbers.choice(sorted(lanes._waits))]
-            del waits[numbers.randrange(len(waits))]
+        lanes._waits.clear()
 
     return mock.patch.object(Lanes, "__init__", without)
+
+
+@contextmanager
+def lost_race(seed: int) -> Iterator[LeftOut]:
+    """Inside, one instruction does not wait for another, which begins when all that does not wait for it has ended."""
+    undelayed = Lanes.on_stream_of
+    with edge_left_out(seed) as left_out:
+
+        @contextmanager
+        def delayed(lanes: Lanes, position: int) -> Iterator[None]:
+            with undelayed(lanes, position):
+                if position in left_out.late:
+                    torch.cuda._sleep(LATE_CYCLES)
+                yield
+
+        with mock.patch.object(Lanes, "on_stream_of", delayed):
+            yield left_out
 
 
 @contextmanager
@@ -158,7 +173,10 @@ def main() -> int:
     noticed = []
     for what, runs, without in (
         ("what weight gradients read released early", split, lambda seed: released_early()),
-        ("one event between lanes left out", chosen, without_events),
+        *(
+            (f"one dependency left out ({kind})", [run for run in errors if run[1] == kind], lost_race)
+            for kind in kinds
+        ),
         ("no event between lanes", chosen, lambda seed: without_events()),
     ):
         left_s = options.budget_s - (time.monotonic() - began)
@@ -182,9 +200,12 @@ def is_noticed(what: str, runs: Sequence[tuple[int, str]], without: Callable[[in
     for seed, kind in runs:
         if time.monotonic() - began > left_s or sum(noticed) >= 3:
             break
-        with without(seed):
+        with without(seed) as left_out:
             try:
-                noticed.append(largest_error(seed, kind) > TOLERANCE)
+                is_wrong = largest_error(seed, kind) > TOLERANCE
+                if isinstance(left_out, LeftOut) and left_out.edge is None:
+                    continue  # no lane of this plan waits for another
+                noticed.append(is_wrong)
             except Exception as error:  # an index out of range, for example, made of memory not written yet
                 print(f"seed {seed} with {what}: {type(error).__name__}: {str(error).splitlines()[0]}", flush=True)
                 noticed.append(True)
