@@ -86,6 +86,7 @@ class Executor:
         )
         self._transfers = Transfers(program, self._rank_program, world)
         self.reads, self.uses = self._rank_program.reads, self._rank_program.uses
+        self.items_used = self._rank_program.items_used
         self.held = held_parameters(program, graph, world.rank)
         trainable = {number for number in self.held if graph.parameters[number].trainable}
         self._syncs: Syncs = Syncs(
@@ -148,6 +149,7 @@ class Executor:
         held: Mapping[str, tuple[tuple[int, int], ...]] | None = None,
         cuts: Mapping[tuple[int, int], PytreeMeta] | None = None,
         lengths: Mapping[str, Lengths] | None = None,
+        held_items: Mapping[str, tuple[int, ...]] | None = None,
         loss_scale: torch.Tensor | None = None,
         check_losses: bool = False,
         timed: bool = True,
@@ -157,7 +159,8 @@ class Executor:
         `signatures` are digests of the shapes of all tasks' batches; a task without one is left out. For a batch of
         which this rank has only some rows, `held` has the rows of each leaf. `cuts` has, by op and number of layers,
         the shapes that cross that cut; all ranks must give the same ones, or none, in which case senders send the
-        metadata first. `lengths` has the rows of items, by task with parts. The last micro-step synchronises gradients
+        metadata first. `lengths` has the rows of items, by task with parts, and `held_items` which of them are here,
+        where not all are. The last micro-step synchronises gradients
         and runs the optimizer. Losses are multiplied by `loss_scale` for backward. Returns this rank's parts of the
         tasks' losses, then of the totals and counts of `metrics`, all of which add up over ranks; and the times of a
         timed step.
@@ -170,6 +173,7 @@ class Executor:
             held=held or {},
             cuts=cuts or {},
             lengths=lengths or {},
+            held_items=held_items or {},
             loss_scale=loss_scale,
             new=self._transfers.new(signatures),
             micro_step=micro_step or MicroStep(tasks=frozenset(signatures)),

@@ -48,12 +48,15 @@ class Arrival:
 class MicroStep:
     """One of `count` forward and backward passes of a step, whose gradients accumulate before the optimizer's step.
 
-    `tasks` are those that took part in this micro-step or an earlier one of the step.
+    `tasks` are those that took part in this micro-step or an earlier one of the step. `weights` scale the losses of
+    tasks whose batches do not all count alike, and `token_counts` are what these must count.
     """
 
     number: int = 0
     count: int = 1
     tasks: frozenset[str] = frozenset()
+    weights: Mapping[str, float] = field(default_factory=dict)
+    token_counts: Mapping[str, int] = field(default_factory=dict)
 
     @property
     def is_first(self) -> bool:
@@ -79,6 +82,7 @@ class Step:
     micro_step: MicroStep
     cuts: Mapping[tuple[int, int], PytreeMeta] = field(default_factory=dict)  # of what crosses cuts, where it is known
     lengths: Mapping[str, Lengths] = field(default_factory=dict)  # by task: rows of the items of its batch
+    held_items: Mapping[str, tuple[int, ...]] = field(default_factory=dict)  # of batches that have only some items here
     loss_scale: torch.Tensor | None = None
     graphs: Graphs | None = None
     pieces: dict[int, list[Piece]] = field(default_factory=dict)  # by slot, in forward order

@@ -115,6 +115,18 @@ def lengths_in(definition: TaskDefinition, batch: Any) -> dict[str, tuple[int, .
     return lengths
 
 
+def with_two_items(definition: TaskDefinition, batch: Any) -> Any:
+    """A batch in which an item that is alone comes twice. Sizes of one are recorded as constants."""
+    if not has_items(definition, batch):
+        return batch
+    entries, widened = item_entries(definition), dict(batch)
+    for name, rows in entries.items():
+        counted = batch.get(name if rows is None else rows)
+        if isinstance(counted, torch.Tensor) and len(counted) == 1 and isinstance(batch.get(name), torch.Tensor):
+            widened[name] = torch.cat([batch[name], batch[name]])
+    return widened
+
+
 def with_lengths(signature: int, lengths: Lengths) -> int:
     """A signature of a batch that differs with the lengths of its items, too."""
     return digest(repr((signature, sorted(lengths.items())))) if lengths else signature

@@ -206,6 +206,9 @@ def _choose_colocation(
             )
             for number in range(max(config.gradient_accumulation_steps, *map(len, variants.values())))
         )
+    # Modules of variants that the step does not have need a place, too.
+    missing = set(tasks).difference(name for row in key for name, _, _ in row)
+    key += tuple(((name, tasks[name].recorded.definition.batch_size, 0),) for name in tasks if name in missing)
     sizes = []  # of all items of a microbatch
     for group in groups_of_ops(graph, code, range(len(graph.metaops))):
         known, variant = item_code(code[group[0]]), graph.metaops[group[0]].task
