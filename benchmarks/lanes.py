@@ -1,7 +1,8 @@
 """Lanes on one GPU: python benchmarks/lanes.py --output FILE.json [--only pair,clip-4-2] [--variants lanes] [--table]
 
 Steps in one process, of every variant. Each cell starts from the same weights and data; cells that the file has are not
-measured again. `--table` prints ratios of what the file has, and measures nothing.
+measured again, so that a run that `--budget-s` has ended is continued by the next; the most telling come first.
+`--table` prints ratios of what the file has, and measures nothing.
 
     plain            a PyTorch loop over the tasks: forward, backward; then fused AdamW
     plain-compiled   the same with every tower compiled (mode `max-autotune-no-cudagraphs`)
@@ -9,6 +10,9 @@ measured again. `--table` prints ratios of what the file has, and measures nothi
     sequential       `Trainer` with lanes=1: modules one after another, the whole step as one CUDA graph
     sequential-again the same once more, after all others: how far two measurements of one variant are apart
     lanes            up to four at a time
+    weights          as `lanes`, and weight gradients on lanes of their own where the planner expects a gain; the
+                     default
+    double           as `weights`, with twice the samples; the time is half of its step
     compiled         as `lanes`, with layers compiled by `spindle.module(..., compile=True)`; `compiled-sequential`
     slots            as `lanes`, with a CUDA graph for each slot and one for each of its backward passes
     saturated        four copies of everything at once, on up to eight lanes; the time is a quarter of their step
@@ -31,7 +35,9 @@ import shutil
 import statistics
 import subprocess
 import time
+import traceback
 from collections.abc import Callable
+from contextlib import nullcontext
 from copy import deepcopy
 from dataclasses import replace
 from itertools import pairwise
@@ -47,6 +53,7 @@ from common import circumstances, markdown
 from spindle.errors import SpindleError
 from spindle.plan import MAX_LANES, Piece, Plan, assemble, format_plan, setting_of
 from spindle.planners import make_plan
+from spindle.planners.lanes import _Search
 from spindle.profile import Profile
 from spindle.run import graph_cache
 from virtual import workloads
@@ -59,21 +66,14 @@ CELLS = (
     *("ofasys-4", "qwen-val-1", "qwen-val-2", "qwen-val-4"),
 )
 PASSES = "-passes"
-VARIANTS = (
-    "sequential",
-    "lanes",
-    f"sequential{PASSES}",
-    f"lanes{PASSES}",
-    "slots",
-    "compiled",
-    "compiled-sequential",
-    "plain",
-    "plain-compiled",
-    "plain-overhead",
-    f"saturated{PASSES}",
-    *(f"random-{seed}{PASSES}" for seed in range(4)),
-    "sequential-again",
+STAGES = (  # each for all cells before the next
+    (f"sequential{PASSES}", f"weights{PASSES}", f"lanes{PASSES}"),
+    ("sequential", "weights", f"saturated{PASSES}"),
+    ("plain-compiled", "compiled", f"random-0{PASSES}", f"random-1{PASSES}", "sequential-again"),
+    ("lanes", "plain", "plain-overhead", "compiled-sequential", "double", "slots"),
+    (f"random-2{PASSES}", f"random-3{PASSES}"),
 )
+VARIANTS = tuple(variant for stage in STAGES for variant in stage)
 WARM_UP, STEPS = 8, 24
 NUM_COPIES = 4
 MODES = {"plain-compiled": "max-autotune-no-cudagraphs", "plain-overhead": "reduce-overhead"}
@@ -89,11 +89,12 @@ class WithoutUpdate(torch.optim.Optimizer):
         pass
 
 
-def pair(device: torch.device, small: bool) -> Workload:
+def pair(device: torch.device, small: bool, times: int = 1) -> Workload:
     torch.manual_seed(0)
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
     tasks, batches, towers = [], {}, {}
     for name, width, heads, rows, length in (("vision", 1024, 16, 4, 256), ("text", 768, 12, 8, 128)):
+        rows *= times
         if small:
             width, heads, length = 32, 4, 8
         layer = nn.TransformerEncoderLayer(width, heads, 4 * width, dropout=0.0, batch_first=True, norm_first=True)
@@ -114,6 +115,16 @@ def build(cell: str, device: torch.device, small: bool) -> Workload:
     return pair(device, small) if cell == "pair" else workloads.build(cell, device, small)
 
 
+def doubled(cell: str, device: torch.device, small: bool) -> Workload:
+    """The workload of a cell with twice the samples."""
+    if cell == "pair":
+        return pair(device, small, times=2)
+    *name, size = cell.split("-")
+    if name == ["ofasys"]:
+        raise SpindleError("ofasys-4 has no size that could be doubled")
+    return workloads.build("-".join([*name, str(2 * int(size))]), device, small)
+
+
 def copies_of(workload: Workload) -> Workload:
     """The workload several times, each with weights of its own."""
     tasks, batches, towers = [], {}, {}
@@ -132,18 +143,33 @@ def _renamed(loss: Callable[..., Any], own: dict[str, str]) -> Callable[..., Any
 
 
 def random_lanes(profile: Profile, seed: int) -> Plan:
-    """A plan with each module on a random one of two to four lanes, slots as early as lane and data allow."""
+    """A plan with each module on a random one of two to four lanes, slots as early as lane and data allow; with an odd
+    seed, weight gradients are on another one."""
     numbers = random.Random(seed)
     plan, num_lanes = make_plan(profile), numbers.randint(2, 4)
     ops = {op.name: (number, op.module or op.name) for number, op in enumerate(profile.graph.metaops)}
     lane_of = {module: numbers.randrange(num_lanes) for module in dict.fromkeys(module for _, module in ops.values())}
-    used = sorted(set(lane_of.values()))
+    setting = setting_of(plan, profile)
+    weight_lane_of = {module: numbers.randrange(num_lanes) for module in lane_of} if seed % 2 else dict(lane_of)
+    splits = {op: bool(profile.curve(op, setting).weight_s) for op, _ in ops.values()}
+    weight_lanes = {weight_lane_of[module] for op, module in ops.values() if splits[op]}
+    used = sorted({*lane_of.values(), *weight_lanes})
     pieces = []
     for slot in plan.slots:
         op, module = ops[slot.op]
         lane = used.index(lane_of[module])
-        pieces.append(Piece(op=op, num_layers=slot.num_layers, devices=slot.devices, round=slot.round, lane=lane))
-    return assemble(profile, setting_of(plan, profile), f"random-{seed}", pieces)
+        weight_lane = used.index(weight_lane_of[module]) if splits[op] else lane
+        pieces.append(
+            Piece(
+                op=op,
+                num_layers=slot.num_layers,
+                devices=slot.devices,
+                round=slot.round,
+                lane=lane,
+                weight_lane=None if weight_lane == lane else weight_lane,
+            )
+        )
+    return assemble(profile, setting, f"random-{seed}", pieces)
 
 
 def clocks() -> dict[str, str]:
@@ -157,6 +183,9 @@ def clocks() -> dict[str, str]:
 
 
 def measure(cell: str, variant: str, device: torch.device, small: bool) -> dict[str, Any]:
+    if variant.startswith("double"):
+        result = measure_trainer(doubled(cell, device, small), variant, device, spindle.Planning(lanes=4))
+        return result | {name: result[name] / 2 for name in ("step_s", "predicted_s")}
     workload = build(cell, device, small)
     if variant.startswith("plain"):
         return measure_plain(workload, variant, device)
@@ -185,7 +214,11 @@ def measure_trainer(
         moments.append(time.perf_counter())
 
     begin = time.perf_counter()
-    with mock.patch.object(graph_cache, "STEP_GRAPHS", not variant.startswith("slots")):
+    without_weight_lanes = variant.startswith(("lanes", "slots", "compiled"))
+    with (
+        mock.patch.object(graph_cache, "STEP_GRAPHS", not variant.startswith("slots")),
+        mock.patch.object(_Search, "_can_split", return_value=False) if without_weight_lanes else nullcontext(),
+    ):
         trainer.fit(batches, steps=WARM_UP, progress=False)
         ready_s = time.perf_counter() - begin
         result = trainer.fit(batches, steps=STEPS, progress=False, on_step=note)
@@ -194,6 +227,7 @@ def measure_trainer(
     plan = result.plan
     return {
         "lanes": plan.num_lanes,
+        "weight_lanes": sum(slot.has_weight_lane for slot in plan.slots),
         "predicted_s": result.predicted.makespan_s,
         "step_s": statistics.median(steps),
         "steps_s": steps,
@@ -203,6 +237,7 @@ def measure_trainer(
         "predicted_peak_gib": int(result.predicted.peak_bytes().max()) / 2**30,
         "num_captured": result.num_captured_slots,
         "without_graph": result.slots_without_cuda_graph,
+        "notices": list(result.notices),
         "plan": format_plan(plan),
     }
 
@@ -266,21 +301,23 @@ def table(cells: dict[str, Any]) -> str:
     for cell in dict.fromkeys(key.split("/")[0] for key in cells if "/" in key):
         whole_s, passes_s = step_s(cell, "sequential"), step_s(cell, f"sequential{PASSES}")
         plain_s = min(times if (times := known_s(cell, "plain", *MODES)) else [math.nan])
-        best_s = min(times if (times := known_s(cell, "lanes", "compiled")) else [math.nan])
+        best_s = min(times if (times := known_s(cell, "lanes", "weights", "compiled")) else [math.nan])
         rows.append(
             [
                 cell,
                 f"{1e3 * whole_s:.2f}",
                 f"{whole_s / step_s(cell, 'lanes'):.2f}",
+                f"{whole_s / step_s(cell, 'weights'):.2f}",
                 f"{passes_s / step_s(cell, f'lanes{PASSES}'):.2f}",
-                f"{step_s(cell, f'lanes{PASSES}') / step_s(cell, f'saturated{PASSES}'):.2f}",
+                f"{passes_s / step_s(cell, f'weights{PASSES}'):.2f}",
+                f"{step_s(cell, f'weights{PASSES}') / step_s(cell, f'saturated{PASSES}'):.2f}",
                 f"{step_s(cell, 'compiled-sequential') / step_s(cell, 'compiled'):.2f}",
                 f"{plain_s / best_s:.2f}",
                 f"{step_s(cell, 'sequential-again') / whole_s:.3f}",
             ]
         )
-    header = ["cell", "sequential ms", "lanes", "lanes, passes", "passes / saturated", "compiled lanes"]
-    text = markdown([*header, "over best plain", "again"], rows)
+    header = ["cell", "sequential ms", "lanes", "weight lanes", "lanes, passes", "weight lanes, passes"]
+    text = markdown([*header, "passes / saturated", "compiled lanes", "over best plain", "again"], rows)
     for name, is_chosen, measured, predicted in (
         ("steps of random plans", lambda key: "/random-" in key, "step_s", "predicted_s"),
         ("steps of all plans", lambda key: "saturated" not in key, "step_s", "predicted_s"),
@@ -310,17 +347,22 @@ def main() -> None:
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     cells = json.loads(options.output.read_text()) if options.output.exists() else {}
     cells.setdefault("about", circumstances() | {"torch": torch.__version__})
-    for cell in options.only.split(","):
-        for variant in options.variants.split(","):
+    chosen = options.variants.split(",")
+    unknown = set(chosen) - set(VARIANTS)
+    if unknown:
+        parser.error(f"unknown variants {sorted(unknown)}; expected some of {', '.join(VARIANTS)}")
+    for stage in STAGES:
+        for cell, variant in ((cell, variant) for cell in options.only.split(",") for variant in stage):
             key = f"{cell}/{variant}"
-            if key in cells or time.monotonic() - began > options.budget_s:
+            if variant not in chosen or key in cells or time.monotonic() - began > options.budget_s:
                 continue
             torch.cuda.reset_peak_memory_stats() if device.type == "cuda" else None
             try:
                 measured = measure(cell, variant, device, options.small)
-            except (torch.OutOfMemoryError, SpindleError) as error:
+            except Exception as error:
                 measured = None
-                print(f"{key}: {type(error).__name__}: {error}", flush=True)
+                known = isinstance(error, torch.OutOfMemoryError | SpindleError)
+                print(f"{key}: {type(error).__name__}: {error}" if known else traceback.format_exc(), flush=True)
             if measured is None:  # outside of the handler, which holds its memory
                 gc.collect()
                 torch.cuda.empty_cache() if device.type == "cuda" else None
@@ -331,7 +373,8 @@ def main() -> None:
             options.output.write_text(json.dumps(cells, indent=1))
             result = cells[key]
             print(
-                f"{time.monotonic() - began:6.0f} s  {key:28s} {result['lanes']} lanes  "
+                f"{time.monotonic() - began:6.0f} s  {key:28s} {result['lanes']} lanes, "
+                f"{result.get('weight_lanes', 0)} for weights  "
                 f"{result['step_s'] * 1e3:8.2f} ms, "
                 f"predicted {result.get('predicted_s', float('nan')) * 1e3:8.2f}, peak {result['peak_gib']:.2f} GiB, "
                 f"loss {sum(result['losses'].values()):.6f} {result.get('without_graph') or ''}",

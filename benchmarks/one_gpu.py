@@ -1,5 +1,6 @@
 """What Spindle costs on one GPU, where it cannot help: python benchmarks/one_gpu.py [--only CASE,...] [--trace FOLDER]
-    [-o FILE.json]
+    [--steps N] [--case-s SECONDS] [-o FILE.json]
+    python benchmarks/one_gpu.py --compile-only [--only CASE,...]     # fills torch's cache of compiled code
 
 The same models (built from Hugging Face configs), batches and optimizer in a plain PyTorch loop and in a Trainer, in
 alternating rounds, in one process: eager, with CUDA graphs, and the plain loop under `torch.compile`. All read a loss
@@ -17,7 +18,7 @@ import math
 import statistics
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -239,13 +240,17 @@ class Ours:
         return step_s_of(known_s[:-BEHIND])  # those of the last steps come when the fit is over
 
 
+def make_batches(case: Case) -> dict[str, dict[str, Tensor]]:
+    return {
+        task: {key: tensor.to(DEVICE) for key, tensor in make().items()} for task, (_, make, _) in case.tasks.items()
+    }
+
+
 def measure(
     name: str, case: Case, pairs: int, trace: Path | None, compiles: bool, until_s: float = math.inf
 ) -> dict[str, Any]:
     """Rounds of every contender, in turn: so many of each, or fewer where `time.monotonic()` passes `until_s`."""
-    batches = {
-        task: {key: tensor.to(DEVICE) for key, tensor in make().items()} for task, (_, make, _) in case.tasks.items()
-    }
+    batches = make_batches(case)
     contenders: dict[str, Any] = {"plain": Loop(case, batches)}
     contenders["eager"] = Ours(case, batches, graphs=False)
     contenders["graphs"] = Ours(case, batches, graphs=True)
@@ -294,7 +299,10 @@ def main() -> None:
     parser.add_argument("--only", default="")
     parser.add_argument("--pairs", type=int, default=PAIRS)
     parser.add_argument("--trace", type=Path)
+    parser.add_argument("--steps", type=int, help="of a round")
+    parser.add_argument("--case-s", type=float, default=math.inf, help="start no pair of a case after so many seconds")
     parser.add_argument("--no-compile", action="store_true")
+    parser.add_argument("--compile-only", action="store_true")
     parser.add_argument("-o", "--output", type=Path)
     arguments = parser.parse_args()
     has_results = arguments.output is not None and arguments.output.exists()
@@ -302,13 +310,18 @@ def main() -> None:
     for name, case in CASES.items():
         if name in results or (arguments.only and name not in arguments.only.split(",")):
             continue
-        results[name] = measure(name, case, arguments.pairs, arguments.trace, not arguments.no_compile)
+        case = replace(case, steps=arguments.steps or case.steps)
+        if arguments.compile_only:
+            Loop(case, make_batches(case), compiled=True).round_s(4 + BEHIND)
+            continue
+        until_s = time.monotonic() + arguments.case_s
+        results[name] = measure(name, case, arguments.pairs, arguments.trace, not arguments.no_compile, until_s)
         print(name, rows_of({name: results[name]}), *results[name]["notices"], sep="\n  ", flush=True)
         if arguments.output is not None:
             arguments.output.write_text(json.dumps(results))
     header = ["ms per step", "plain", "Spindle eager / plain", "Spindle graphs / plain", "plain compiled / plain"]
     table = markdown(header, rows_of(results))
-    if arguments.only or arguments.trace:
+    if arguments.only or arguments.trace or arguments.compile_only:
         print(table)
     else:
         gpu = torch.cuda.get_device_name()

@@ -26,7 +26,7 @@ from spindle.plan import Plan, check, parse_plan
 from spindle.planners import PlanOptions, make_plan
 from spindle.profile import Profile, roofline_profile
 from spindle.program import Program, lower, verify
-from spindle.run import Executor, OpCode, World
+from spindle.run import Executor, OpCode, World, graph_cache
 from spindle.run.pytrees import signature_of
 from spindle.train import Bound, bind, code_of, probe, trace_all, trace_broadcast
 from spindle.train.record import handles_of, record_all, root_handles
@@ -269,6 +269,7 @@ def compare_steps(
     captures: bool = False,
     device: str | None = None,
     order: int | None = None,
+    step_graphs: bool = True,
 ) -> Run:
     """Runs steps of a plan. Parameters that this rank does not hold are NaN, so that they cannot help. With `order`,
     lanes run in a random interleaving.
@@ -281,7 +282,8 @@ def compare_steps(
         captures = graphs_enabled()
         steps = max(steps, STEPS_WITH_REPLAY) if captures else steps
     traced = traced_on_rank_0(rank, num_ranks, name, device)
-    executor = executor_of(traced, planner, rank, num_ranks, device, chunk_bytes, order)
+    with mock.patch.object(graph_cache, "STEP_GRAPHS", step_graphs):
+        executor = executor_of(traced, planner, rank, num_ranks, device, chunk_bytes, order)
     names = [parameter.name for parameter in traced.graph.parameters]
     executor.graph_cache.is_enabled = captures
     held = {names[number] for number in executor.held}

@@ -6,6 +6,7 @@ ends the capture. Unlike there, ops run as they are captured, so the replay that
 
 from __future__ import annotations
 
+import random
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -16,12 +17,13 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 
 from spindle.run import graphs
+from spindle.run.composed_graph import ComposedGraph
 
 
 class Graph:
     """Stands for torch.cuda.CUDAGraph."""
 
-    def __init__(self) -> None:
+    def __init__(self, keep_graph: bool = False) -> None:
         self.calls: list[tuple[Any, Any, Any, Any]] = []
         self.is_done = True  # what the next replay would do
 
@@ -52,6 +54,7 @@ class Noting(TorchDispatchMode):
         return result
 
 
+_ORDER = random.Random(0)
 _SHAPES = tuple(f"aten.{name}." for name in ("squeeze_", "unsqueeze_", "transpose_", "t_", "resize_", "set_"))
 
 
@@ -66,6 +69,16 @@ def capturing(graph: Graph, pool: Any) -> Iterator[None]:
         yield
 
 
+def replay_children(composed: ComposedGraph) -> None:
+    """Replays the graphs of a composed graph in a random order of those that their needs allow, another each time."""
+    left, done = list(composed.children), set[int]()
+    while left:
+        number = _ORDER.choice([number for number in left if composed.needs[number] <= done])
+        composed.children[number].replay()
+        left.remove(number)
+        done.add(number)
+
+
 @contextmanager
 def graphs_without_cuda() -> Iterator[None]:
     """Inside, slots can be captured on a CPU."""
@@ -74,6 +87,8 @@ def graphs_without_cuda() -> Iterator[None]:
         mock.patch.object(torch.cuda, "graph_pool_handle", return_value=None),
         mock.patch.object(torch.cuda, "synchronize", return_value=None),
         mock.patch.object(graphs, "capturing", capturing),
+        mock.patch.object(ComposedGraph, "instantiate"),
+        mock.patch.object(ComposedGraph, "replay", replay_children),
         mock.patch.object(graphs, "RANDOM_LAYERS", False),  # the ops here draw from one generator
     ):
         yield

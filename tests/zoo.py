@@ -6,6 +6,7 @@ kind has an `apply(handle, x_BLD, batch)` that gives tokens again, so that a tas
 
 from __future__ import annotations
 
+import ctypes
 import random
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -15,6 +16,12 @@ import torch.nn.functional as F
 from torch import nn
 
 from spindle.train import ModuleHandle, TaskDefinition, mean, module, task
+
+try:
+    import triton
+    import triton.language as tl
+except ImportError:
+    triton = None
 
 WIDTH = 10
 LONGEST = 6
@@ -334,6 +341,50 @@ class Shift(nn.Module):
         return torch.tanh(x.add_(self.bias)) * 0.9
 
 
+if triton is not None:
+
+    @triton.jit
+    def _negate(source, target, count, BLOCK: tl.constexpr):
+        offsets = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+        tl.store(target + offsets, -tl.load(source + offsets, mask=offsets < count), mask=offsets < count)
+
+
+class Negate(torch.autograd.Function):
+    """A custom kernel, which takes addresses: a Triton kernel on a GPU, a copy through pointers on a CPU."""
+
+    @staticmethod
+    def forward(ctx, x):
+        x = x.contiguous()
+        result = torch.empty_like(x)
+        if x.is_cuda:
+            _negate[(triton.cdiv(x.numel(), 256),)](x, result, x.numel(), BLOCK=256)
+            return result
+        ctypes.memmove(result.data_ptr(), x.data_ptr(), x.numel() * x.element_size())
+        return result.neg_()
+
+    @staticmethod
+    def backward(ctx, grad):
+        return Negate.apply(grad)
+
+
+class KernelBlock(Block):
+    def forward(self, x):
+        return x - Negate.apply(super().forward(x))
+
+
+class Kernel(nn.Module):
+    """Blocks with a custom kernel, which fake tensors must not reach."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(KernelBlock(WIDTH) for _ in range(3))
+
+    def forward(self, x):
+        for block in self.blocks:
+            x = block(x)
+        return x
+
+
 def in_place() -> nn.Module:
     """Layers that write over their input, the first and the last among them."""
     return nn.Sequential(
@@ -497,6 +548,7 @@ STILL = ("frozen", "evaluated", "bare")  # nothing in them trains
 # What a second call of the same module in a step would see changed, so they stand in no random workload.
 ALONE: dict[str, tuple[Callable[[], nn.Module], Apply]] = {
     "direct": (in_place, direct_call),
+    "kernel": (Kernel, plain_call),
     "spectral": (spectral, plain_call),
 }
 JOINS = ("add", "join", "normalise", "mask", "scale")

@@ -6,6 +6,7 @@ import pytest
 
 pytest.importorskip("torch")
 
+from backends import on_gpu
 from resuming import LOADERS, Run, drop_newest, error, run
 from sweeps import chosen
 
@@ -93,7 +94,8 @@ def test_after_a_signal_to_one_rank_all_save_the_same_step_and_end_with_143(pool
     options = Run(steps=STEPS, folder=str(tmp_path), every=None, signalled_at=2, loaders=loaders)
     assert [ran.exit_code for ran in pool.run(2, run, options)] == [143, 143]
     (saved,) = tmp_path.glob("step-*")
-    assert 3 <= int(saved.name.removeprefix("step-")) <= 5
+    last = 6 if on_gpu() else 5  # losses, and with them the signal, come two steps later, on a CPU one
+    assert 3 <= int(saved.name.removeprefix("step-")) <= last
     (ran,) = pool.run(1, run, Run(steps=STEPS, folder=str(tmp_path), every=None, loaders=loaders))
     assert 0 < len(ran.losses) < STEPS
     assert error(ran, undisturbed(loaders=loaders)) < 1e-9

@@ -137,6 +137,16 @@ def test_every_kind_of_module_gives_the_same_when_replayed(pool, kind):
     assert_replayed(answers, allowed=("random", "counts", *(("capturing",) if kind == "experts" else ())))
 
 
+@pytest.mark.parametrize("num_ranks", [1, 3])
+def test_custom_kernels_see_real_tensors_only(pool, num_ranks):
+    """A Triton kernel on a GPU, captured; on a CPU, where a replay would not see it, a copy through addresses."""
+    arguments = (num_ranks, compare_steps, "kernel tokens", "plan 3", REPLAYED_STEPS)
+    if on_gpu():
+        assert_replayed(pool.run(*arguments, captures=True))
+    else:
+        assert_same(pool.run(*arguments))
+
+
 @pytest.mark.parametrize("seed", [0, 1, 2, 3, 4, 5, 7])  # 6 has hardly two batches of the same shapes
 def test_random_workloads_give_the_same_when_replayed(pool, seed):
     chunk_bytes = SMALL_CHUNKS if seed % 2 else 64e6
@@ -147,11 +157,21 @@ def test_random_workloads_give_the_same_when_replayed(pool, seed):
     )
 
 
-@pytest.mark.parametrize("plan", ["plan 3 lanes", "plan 4"])
+@pytest.mark.parametrize("plan", ["plan 3 lanes", "plan 3 weight lanes", "plan 4"])
 def test_whole_steps_of_a_rank_alone_are_one_graph(pool, plan):
     answers = pool.run(1, compare_steps, "random 4", plan, REPLAYED_STEPS, SMALL_CHUNKS, captures=True)
     assert_replayed(answers)
     assert answers[0].has_step_graph
+
+
+# Weight gradients are graphs of their own, in one graph for the whole step or in one for each slot.
+@pytest.mark.parametrize("step_graphs", [True, False])
+@pytest.mark.parametrize("seed", chosen([0, 3, 5], *[1, 2, 4, 7, 9, 12]))
+def test_weight_lanes_give_the_same_when_replayed(pool, seed, step_graphs):
+    arguments = f"random {seed}", f"plan {seed} weight lanes", REPLAYED_STEPS, SMALL_CHUNKS
+    answers = pool.run(1, compare_steps, *arguments, captures=True, step_graphs=step_graphs)
+    assert_replayed(answers)
+    assert not answers[0].has_step_graph or step_graphs
 
 
 def accumulate_over_other_tasks(rank: int, num_ranks: int) -> tuple[bool, list[str]]:

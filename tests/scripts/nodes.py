@@ -59,7 +59,7 @@ if __name__ == "__main__":
     trainer = spindle.Trainer(chosen, optimizer=make_sgd)
     loaders = {task.name: [batch(task.name, step) for step in range(STEPS)] for task in chosen}
     result = trainer.fit(loaders, steps=STEPS, progress=False)
-    plain = modules()
+    plain = [module.to(trainer.world.device) for module in modules()]
     steps = [[{name: batch(name, step) for name in loaders}] for step in range(STEPS)]
     named = [pair for module in plain for pair in module.named_parameters()]
     comparison, expected = Comparison(), train_plainly(tasks(*plain), make_sgd(named), steps)

@@ -92,7 +92,10 @@ def reach(point: str) -> None:
         descriptor = os.open(mark(number), os.O_WRONLY | os.O_CREAT | os.O_EXCL)
     except FileExistsError:  # another thread of this rank was faster
         return
-    os.write(descriptor, json.dumps({"time_s": time.time(), "step": recorder.step or 0, **saved_steps()}).encode())
+    os.write(
+        descriptor,
+        json.dumps({"time_s": time.time(), "step": recorder.step or 0, "newest": newest_step(fault)}).encode(),
+    )
     os.close(descriptor)
     match fault["action"]:
         case "KILL" | "STOP" | "TERM" as name:
@@ -119,11 +122,12 @@ def reach(point: str) -> None:
             os.kill(os.getpid(), signal.SIGKILL)
 
 
-def saved_steps() -> dict[str, Any]:
-    """The newest checkpoint that is complete."""
-    memory = list(Path(os.environ["SPINDLE_MEMORY"]).glob("checkpoints-*"))
-    newest = max((step for folder in (FOLDER / "saved", *memory) for step in steps_in(folder)), default=0)
-    return {"newest": newest}
+def newest_step(fault: dict[str, Any]) -> int:
+    """The newest complete checkpoint that outlives a fault. SIGTERM ends the job and its memory, after a checkpoint on
+    disk, for which a full disk has no room."""
+    loses_memory = fault["action"] == "TERM" and (FOLDER / "full").exists()
+    memory = [] if loses_memory else list(Path(os.environ["SPINDLE_MEMORY"]).glob("checkpoints-*"))
+    return max((step for folder in (FOLDER / "saved", *memory) for step in steps_in(folder)), default=0)
 
 
 def pid_of(target: int | str) -> int:

@@ -52,7 +52,7 @@ def weight_gradient(linear, graphs, slot, rows, gradient):
 
 
 def test_a_gradient_of_stride_0_between_chunks_is_that_of_each_step(linear):
-    gradients, slot = Gradients([]), SimpleNamespace(number=0, name="slot")
+    gradients, slot = Gradients([]), SimpleNamespace(number=0, name="slot", lane=0)
     graphs = Graphs(gradients, {}, {}, GraphMemory(), lambda: None)
     with mock.patch.object(graphs, "has", return_value=True):
         for _ in range(STEPS):
@@ -64,7 +64,7 @@ def test_a_gradient_of_stride_0_between_chunks_is_that_of_each_step(linear):
 
 
 def test_a_gradient_stays_where_backward_makes_it_until_there_are_no_graphs(linear):
-    gradients, slot = Gradients([]), SimpleNamespace(number=0, name="slot")
+    gradients, slot = Gradients([]), SimpleNamespace(number=0, name="slot", lane=0)
     graphs = Graphs(gradients, {}, {}, GraphMemory(), lambda: None)
     with mock.patch.object(graphs, "has", return_value=True):
         first, second = (

@@ -7,10 +7,11 @@ so that the result does not depend on how fast the host launches.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 import torch
 
-from spindle.measure.timing import Graphed, Work, between_s, mark, warmed
+from spindle.measure.timing import Graphed, SplitGraphed, Work, between_s, mark, split_of, warmed
 from spindle.profile import Contention
 
 NUM_COPIES = 4
@@ -20,14 +21,37 @@ _MIN_REPEATS, _MAX_REPEATS = 5, 200
 _LEAST_FILL = 0.05  # less cannot be distinguished from a launch
 
 
-def measure_contention(works: Sequence[Work]) -> Contention:
-    """Pressure and fill of the forward and the backward of a layer, given copies of it."""
+def measure_contention(works: Sequence[Work], *, splits: bool = False) -> tuple[Contention, float | None]:
+    """Pressure and fill of the forward and the backward of a layer, given copies of it; if it `splits`, also of both
+    parts of a split backward, and the share of the time that its weight gradients take."""
+    share = None
     try:
         contention = _contention(works)
+        if splits and contention is not ALONE:
+            contention, share = _split_contention(works, contention)
     except torch.OutOfMemoryError:  # such copies do not run together in training, either
         contention = ALONE
     torch.cuda.empty_cache()
-    return contention
+    return contention, share
+
+
+def _split_contention(works: Sequence[Work], contention: Contention) -> tuple[Contention, float | None]:
+    """The contention with that of both parts of a split backward, and the share of weight gradients in its time."""
+    copies = [split_of(work) for work in works]
+    graphed = [passes for passes in copies if isinstance(passes, SplitGraphed)]
+    if len(graphed) < len(copies):
+        return contention, None
+    inputs, weights = [passes.inputs for passes in graphed], [passes.weights for passes in graphed]
+    inputs_s, weights_s = _alone_s(inputs[0]), _alone_s(weights[0])
+    if inputs_s + weights_s <= 0:
+        return contention, None
+    return replace(contention, inputs=_shares(inputs), weights=_shares(weights)), weights_s / (inputs_s + weights_s)
+
+
+def _alone_s(replay: Callable[[], None]) -> float:
+    streams = [torch.cuda.Stream()]  # type: ignore[no-untyped-call]
+    once_s = max(_together_s([replay], streams, _MIN_REPEATS), 1e-6)
+    return _together_s([replay], streams, min(_MAX_REPEATS, max(_MIN_REPEATS, round(_BUSY_S / once_s))))
 
 
 def _contention(works: Sequence[Work]) -> Contention:

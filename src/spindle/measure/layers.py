@@ -20,7 +20,7 @@ from spindle.graph import MetaGraph
 from spindle.measure.cache import Cache, Times
 from spindle.measure.contention import ALONE, NUM_COPIES, measure_contention
 from spindle.measure.rank_sync import RankSync
-from spindle.measure.timing import Work, time_passes
+from spindle.measure.timing import Cut, Work, time_passes
 from spindle.profile import Contention, ItemTimes, LayerSamples
 from spindle.run import (
     Axes,
@@ -81,7 +81,7 @@ class LayerMeter:
         self._longest_s = 0.0
         self._rank_sync, self._cache = rank_sync, cache  # the first rank has the cache
         self._known: dict[tuple[tuple[str, str], ...], Times] = {}
-        self._contention: dict[tuple[tuple[str, str], ...], Contention] = {}
+        self._contention: dict[tuple[tuple[str, str], ...], tuple[Contention, float | None]] = {}
 
     def times(self, points: Sequence[_Point | Exception]) -> list[Times | Exception]:
         """The times of one layer at each point, or the error that prevented them."""
@@ -99,14 +99,18 @@ class LayerMeter:
                 self._remember(point, results[-1])
         return results
 
-    def contention(self, copies: Sequence[_Point | Exception]) -> Contention:
-        """How much copies of a layer slow each other down; each kind of layer is measured once."""
+    def contention(
+        self, copies: Sequence[_Point | Exception], *, splits: bool = False
+    ) -> tuple[Contention, float | None]:
+        """How much copies of a layer slow each other down, and with `splits` the share of weight gradients in the time
+        of backward; each kind of layer is measured once."""
         points = [copy for copy in copies if isinstance(copy, _Point)]
         if len(points) < len(copies):
-            return ALONE
+            return ALONE, None
         key = _sorted(points[0].key)
         if key not in self._contention:
-            self._contention[key] = measure_contention([point.work for point in points])
+            splits = splits and bool(points[0].work.parameters)
+            self._contention[key] = measure_contention([point.work for point in points], splits=splits)
         return self._contention[key]
 
     def _find(self, point: _Point | Exception) -> Times | None:
@@ -173,7 +177,9 @@ def measure_layers(
                         _point(_rotated(code[position], number), kinds[position], batch, inputs, device, graphs, False)
                         for number in range(NUM_COPIES)
                     ]
-                    measured = replace(measured, contention=(meter.contention(copies),) * len(measured.rows))
+                    # A compiled backward is one node of the autograd graph, which cannot be split.
+                    contention, share = meter.contention(copies, splits=not _is_compiled(code[position]))
+                    measured = replace(measured, contention=(contention,) * len(measured.rows), weight_share=share)
                 except Exception as error:  # nothing that training needs has failed
                     lanes = False
                     notify(
@@ -184,6 +190,10 @@ def measure_layers(
             num_done += len(points)
             progress(num_done / sum(map(len, sizes)))
     return {op.name: samples[op.name] for op in graph.metaops}
+
+
+def _is_compiled(code: OpCode) -> bool:
+    return isinstance(code, LayersCode) and any(layer.compiled is not None for layer in code.layers)
 
 
 def measure_items(
@@ -349,6 +359,7 @@ def _point(
     """What to time for an op on this batch and these inputs; the key has all that the time depends on."""
     try:
         read: dict[str, Any] = {}
+        pieces: Callable[[], list[Cut]] | None = None
         match code:
             case LossCode():
                 layers: tuple[LayerCode, ...] = ()
@@ -371,6 +382,7 @@ def _point(
                         values = step(values)
                     return values
 
+                pieces = partial(_pieces, steps)
                 if code.arguments is None:
                     read["inputs"] = tuple(inputs.values())
                 else:
@@ -399,8 +411,21 @@ def _point(
         device=device,
         is_graphed=is_graphed,
         copies_gradients=copies_gradients,
+        pieces=pieces,
     )
     return _Point(key=key, work=work, num_layers=max(1, len(layers)))
+
+
+def _pieces(steps: Sequence[Callable[[Any], Any]]) -> list[Cut]:
+    """Run layers, each with an autograd graph of its own, as chunks of a slot have."""
+    pieces: list[Cut] = []
+    values: Any = None
+    for step in steps:
+        leaves = [] if values is None else tree_leaves(values)
+        values = step(values)
+        pieces.append((leaves, tree_leaves(values)))
+        values = as_leaves(values)
+    return pieces
 
 
 def _form(nest: Any) -> str:

@@ -83,7 +83,7 @@ def local_profile(
             world.device,
             meter,
             graphs=graphs,
-            lanes=lanes > 1 and world.size == 1 and world.device.type == "cuda" and _has_several_modules(graph),
+            lanes=lanes > 1 and world.size == 1 and world.device.type == "cuda" and _has_modules(graph),
             notify=notify,
             progress=progress,
         )
@@ -104,7 +104,9 @@ def local_profile(
             sampled_profile(graph, _adjusted(cluster, update, overlap.collective_s, latency_s), samples, rates),
             overlap=overlap.overlap,
             exchange_overlap=overlap.exchange_overlap,
-            gradients_stay=world.device.type == "cuda",
+            # A process alone has its gradients in the memory of its graphs, where they follow activations.
+            gradients_stay=world.device.type == "cuda" and world.size > 1,
+            lane_bytes=_lane_bytes(world),
             sends_stay=world.device.type != "cuda",
             host=host,
             measured_on=_where_and_when(world),
@@ -114,9 +116,18 @@ def local_profile(
     return shared
 
 
-def _has_several_modules(graph: MetaGraph) -> bool:
-    """Whether several modules could share a device; losses are not worth it."""
-    return len({op.module for op in graph.metaops if any(op.parameters)}) > 1
+def _lane_bytes(world: World) -> int:
+    """What libraries keep for each stream: cuBLAS a workspace for each thread that computes, one of which is
+    autograd's (32 MiB from compute capability 9 on, as torch chooses)."""
+    if world.device.type != "cuda":
+        return 0
+    is_large = torch.cuda.get_device_capability(world.device)[0] >= 9
+    return 2 * (32 * 2**20 if is_large else 2**23 + 2**17)
+
+
+def _has_modules(graph: MetaGraph) -> bool:
+    """Whether modules, or their input and weight gradients, could share a device; losses are not worth it."""
+    return any(any(op.parameters) for op in graph.metaops)
 
 
 def _machine(world: World, rank_sync: RankSync) -> dict[str, str]:

@@ -9,7 +9,8 @@ from __future__ import annotations
 import math
 import statistics
 import time
-from collections.abc import Callable
+import warnings
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Any
@@ -21,7 +22,7 @@ from torch.utils._pytree import tree_leaves
 from spindle.errors import PeerLostError
 from spindle.measure.cache import Times
 from spindle.measure.rank_sync import RankSync
-from spindle.run import capturing, compute_stream, takes_gradient
+from spindle.run import WeightPart, capture_input_part, capturing, compute_stream, own_workspaces, takes_gradient
 
 _REPEATS = 3  # on a CPU
 _GPU_WARM_UPS = 3
@@ -31,10 +32,14 @@ _GPU_MIN_REPEATS, _GPU_MAX_REPEATS = 10, 2000
 _LAUNCH_REPEATS = 7
 
 
+Cut = tuple[list[Any], list[Any]]  # the input leaves of an autograd graph, and its outputs
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Work:
     """Something to time: `run()` is a forward pass; its backward computes gradients of leaves and parameters, and
-    copies them to buffers if `copies_gradients`."""
+    copies them to buffers if `copies_gradients`. `pieces()` is the same forward with an autograd graph for each layer,
+    of which the first has `leaves` as inputs."""
 
     run: Callable[[], Any]
     leaves: tuple[torch.Tensor, ...]
@@ -42,6 +47,7 @@ class Work:
     device: torch.device
     is_graphed: bool = False
     copies_gradients: bool = True
+    pieces: Callable[[], list[Cut]] | None = None
 
 
 def time_passes(work: Work, rank_sync: RankSync, num_busy: int | None = None) -> Times | Exception:
@@ -144,15 +150,17 @@ class _Eager:
 class Graphed:
     def __init__(self, passes: _Eager, stream: torch.cuda.Stream) -> None:
         self._forward, self._backward = torch.cuda.CUDAGraph(), torch.cuda.CUDAGraph()
-        pool = torch.cuda.graph_pool_handle()
+        self.buffers = passes.buffers
         stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(stream):
             # Layers that draw random numbers are captured in a step, too.
-            with capturing(self._forward, pool, torch.Generator(device="cuda")):
+            with capturing(self._forward, torch.cuda.graph_pool_handle(), torch.Generator(device="cuda")):
                 passes.forward()
             self._has_backward = bool(passes.outputs)
             if self._has_backward:
-                with capturing(self._backward, pool):
+                # In the forward's pool, it would write over what the forward saved: replayed again without a forward,
+                # it would take arbitrary bytes for the indices of an embedding or of a loss.
+                with capturing(self._backward, torch.cuda.graph_pool_handle()):
                     passes.backward()
         torch.cuda.current_stream().wait_stream(stream)
 
@@ -165,6 +173,71 @@ class Graphed:
 
 
 Passes = _Eager | Graphed
+
+
+def split_of(work: Work) -> SplitGraphed | None:
+    """The backward pass of some work that has run before, split in two CUDA graphs; None where it cannot be."""
+    if work.pieces is None:
+        return None
+    try:
+        return SplitGraphed(work, compute_stream())
+    except torch.OutOfMemoryError:
+        raise
+    except Exception as error:  # as in `warmed`
+        torch.cuda.synchronize()
+        cause = error.__context__ or error
+        warnings.warn(
+            f"weight gradients stay beside input gradients, which could not be measured apart: "
+            f"{type(cause).__name__}: {(str(cause).splitlines() or [''])[0]}",
+            RuntimeWarning,
+            stacklevel=2,
+        )
+        return None
+
+
+def input_parts(
+    pieces: Sequence[Cut], gradients: Sequence[torch.Tensor | None], leaves: Sequence[torch.Tensor]
+) -> list[WeightPart]:
+    """Run the input gradients of pieces, last one first. Returns what computes the weight gradients. A first piece
+    whose inputs need no gradient is left out if there are others: most layers of its op are like those."""
+    parts = []
+    for number in reversed(range(len(pieces))):
+        inputs, outputs = pieces[number]
+        wanted = [leaf for leaf in (inputs if number else leaves) if takes_gradient(leaf)]
+        if wanted or number or len(pieces) == 1:
+            parts.append(capture_input_part(outputs, gradients, wanted))
+        gradients = [leaf.grad if takes_gradient(leaf) else None for leaf in inputs]
+    return parts
+
+
+class SplitGraphed:
+    """Both parts of a split backward pass as CUDA graphs, as slots with a weight lane have them."""
+
+    def __init__(self, work: Work, stream: torch.cuda.Stream) -> None:
+        assert work.pieces is not None
+        self._graphs = [torch.cuda.CUDAGraph() for _ in range(3)]
+        forward, inputs, weights = self._graphs
+        pool = torch.cuda.graph_pool_handle()
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):
+            with own_workspaces(), capturing(forward, pool, torch.Generator(device="cuda")):
+                pieces = work.pieces()
+            outputs = pieces[-1][1]
+            gradients = [torch.randn_like(leaf) if takes_gradient(leaf) else None for leaf in outputs]
+            with own_workspaces(), capturing(inputs, pool):
+                self._parts = input_parts(pieces, gradients, work.leaves)
+            with own_workspaces(), capturing(weights, torch.cuda.graph_pool_handle()):
+                self._computed = [part.gradients(work.parameters) for part in self._parts]
+        self._read = pieces, gradients  # by replays
+        torch.cuda.current_stream().wait_stream(stream)
+        for graph in self._graphs:
+            graph.replay()
+
+    def inputs(self) -> None:
+        self._graphs[1].replay()
+
+    def weights(self) -> None:
+        self._graphs[2].replay()
 
 
 def medians(passes: Passes, num_repeats: int, device: torch.device) -> tuple[float, float]:

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_leaves, tree_map
 
@@ -20,9 +21,17 @@ from torch.utils._pytree import tree_leaves, tree_map
 _TALKATIVE = ("torch._subclasses.fake_tensor", "torch.fx.experimental.symbolic_shapes")
 
 
+def fake_mode(shape_env: ShapeEnv | None = None) -> FakeTensorMode:
+    """A mode whose tensors raise when code asks for their data pointer, as launchers of Triton kernels do. By default
+    that pointer is 0: the kernel would read and write there, and end the process."""
+    mode = FakeTensorMode(shape_env=shape_env, allow_non_fake_inputs=True)
+    mode._allow_unsafe_data_ptr_access = False
+    return mode
+
+
 def fake_output(module: nn.Module, args: Any, kwargs: Any) -> Any:
     """The output of a module as fake tensors."""
-    mode = FakeTensorMode(allow_non_fake_inputs=True)
+    mode = fake_mode()
     arguments = tree_map(lambda leaf: fake_like(mode, leaf), (args, kwargs))
     with FakeWeights(module, mode, device_of((args, kwargs))) as weights, as_when_compiling(), without_caches(module):
         return run_on_fakes(lambda a, k: module(*a, **k), arguments, mode, weights)

@@ -18,14 +18,14 @@ import sympy
 import torch
 from torch import nn
 from torch._guards import GuardSource, Source
-from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv
 from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_flatten
 from torch.utils._sympy.functions import Mod, PythonMod
 from torch.utils._sympy.printers import PythonPrinter
 
-from spindle.models.fake import FakeWeights, fake_like
+from spindle.models.fake import FakeWeights, fake_like, fake_mode
 from spindle.models.statements import Attribute, Code, References, UnsupportedForwardError, ValueDependenceError
 
 SYMBOLIC = (torch.SymInt, torch.SymFloat, torch.SymBool)
@@ -88,9 +88,9 @@ class SymbolicValues:
     def __init__(self, code: Code, module: nn.Module, device: torch.device) -> None:
         self._code = code
         self.shape_env = _ShapeEnv()
-        self.symbolic_mode = FakeTensorMode(shape_env=self.shape_env, allow_non_fake_inputs=True)
+        self.symbolic_mode = fake_mode(self.shape_env)
         self.symbolic_mode.cache_enabled = False  # with symbolic sizes, hardly any operation is a cache hit
-        self.concrete_mode = FakeTensorMode(allow_non_fake_inputs=True)
+        self.concrete_mode = fake_mode()
         self.weights = FakeWeights(module, self.concrete_mode, device)
         self.tensors: dict[int, TensorInfo] = {}  # by the id of the symbolic tensor
         self.storages: dict[str, int] = {}  # by variable

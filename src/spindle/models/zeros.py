@@ -8,17 +8,16 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._pytree import tree_map
 
-from spindle.models.fake import FakeWeights, as_when_compiling, device_of, fake_like, without_caches
+from spindle.models.fake import FakeWeights, as_when_compiling, device_of, fake_like, fake_mode, without_caches
 from spindle.models.intercept import intercepted_calls
 
 
 def zero_output(module: nn.Module, args: Any, kwargs: Any) -> Any:
     """The output of a module as zeros. Its parts are not computed: it runs on fake tensors, or, where it reads values,
     its own code runs around parts that return zeros."""
-    mode = FakeTensorMode(allow_non_fake_inputs=True)
+    mode = fake_mode()
     device = device_of((args, kwargs))
     fakes = tree_map(lambda leaf: fake_like(mode, leaf), (args, kwargs))
     try:

@@ -91,9 +91,12 @@ class _Search:
         self._times_s = [span.end_s - span.start_s for span in spans(plan, profile)]
         self.groups = _groups(plan, profile, self._ops)
         self._group_of = {slot: group for group, slots in enumerate(self.groups) for slot in slots}
-        # Groups whose backward can be split: weight gradients may run on another lane.
+        # Groups whose backward can be split where it has weight gradients: these may run on another lane.
         self.split_groups = [
-            group for group, slots in enumerate(self.groups) if all(self._can_split(slot) for slot in slots)
+            group
+            for group, slots in enumerate(self.groups)
+            if any(self._can_split(slot) for slot in slots)
+            and all(self._can_split(slot) for slot in slots if self._trains(slot))
         ]
         self._needs: list[list[int]] = [[] for _ in plan.slots]
         for producer, consumer in slot_links(self._ops, profile.graph):
@@ -105,11 +108,19 @@ class _Search:
         curve = self._profile.curve(op, self._setting)
         return bool(curve.weight_s) and curve.tensor_degree == 1 and not self._setting.recompute[op]
 
+    def _trains(self, slot: int) -> bool:
+        graph, planned = self._profile.graph, self._plan.slots[slot]
+        layers = graph.metaops[self._ops[slot]].parameters[planned.first : planned.last]
+        return any(graph.parameters[parameter].trainable for layer in layers for parameter in layer)
+
     def anneal(self, most: int, evaluations: int, numbers: random.Random) -> Plan | None:
         """The fastest plan found: from the best start, candidates that differ in the lane or the place of a group."""
-        current = min(
-            (self._start(count) for count in range(2, most + 1)), key=lambda start: self._time_s(self.planned(start))
-        )
+        starts = [
+            self._start(count, spreads)
+            for count in range(2, most + 1)
+            for spreads in ((False, True) if self.split_groups else (False,))
+        ]
+        current = min(starts, key=lambda start: self._time_s(self.planned(start)))
         best = self.planned(current)
         current_s, scale_s = self._time_s(best), self._plan.makespan_s
         for number in range(evaluations):
@@ -123,15 +134,19 @@ class _Search:
                 best = plan
         return best
 
-    def _start(self, count: int) -> _Candidate:
-        """The longest group on a lane of its own, then the others, longest first, where least work is."""
+    def _start(self, count: int, spreads: bool) -> _Candidate:
+        """The longest group on a lane of its own, then the others, longest first, where least work is; if it
+        `spreads`, weight gradients on the next lane."""
         length_s = [sum(self._times_s[slot] for slot in slots) for slots in self.groups]
         longest_first = sorted(range(len(self.groups)), key=lambda group: (-length_s[group], group))
         lanes, work_s = [0] * len(self.groups), [0.0] * count
         for group in longest_first:
             lanes[group] = min(range(count), key=lambda lane: (work_s[lane], lane))
             work_s[lanes[group]] += length_s[group]
-        return _Candidate(tuple(lanes), (None,) * len(lanes), tuple(longest_first))
+        weight_lanes: list[int | None] = [None] * len(lanes)
+        for group in self.split_groups if spreads else ():
+            weight_lanes[group] = (lanes[group] + 1) % count
+        return _without_gaps(lanes, weight_lanes, longest_first)
 
     def _moved(self, candidate: _Candidate, most: int, numbers: random.Random) -> _Candidate:
         """A neighbour: another lane for a group or its weight gradients, two groups that swap lanes, or another place
@@ -166,7 +181,7 @@ class _Search:
                 devices=self._plan.slots[slot].devices,
                 round=self._plan.slots[slot].round,
                 lane=candidate.lanes[self._group_of[slot]],
-                weight_lane=candidate.weight_lanes[self._group_of[slot]],
+                weight_lane=candidate.weight_lanes[self._group_of[slot]] if self._can_split(slot) else None,
             )
             for slot in self._listed(candidate)
         ]

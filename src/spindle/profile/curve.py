@@ -20,17 +20,29 @@ class Contention:
     *Pressure* is the slowdown minus one of a copy that runs at the same time. *Fill* is the time of several copies at
     once over the time of as many one after another: 1 for a layer that fills the device alone. While passes run
     together, each is slowed by the larger of 1 plus the pressure of the others, and the sum of all fills.
+
+    `inputs` and `weights` are those of the two parts of a split backward: of all of it where they were not measured.
     """
 
     forward: tuple[float, float]
     backward: tuple[float, float]
+    inputs: tuple[float, float] | None = None
+    weights: tuple[float, float] | None = None
 
     def __post_init__(self) -> None:
-        for pressure, fill in (self.forward, self.backward):
+        for pressure, fill in (self.forward, self.backward, self.of_inputs, self.of_weights):
             if not (0 <= pressure <= 16 and 0 < fill <= 16):
                 raise ProfileError(
                     f"pressure is between 0 and 16 and fill between 0 and 16, got {pressure:g} and {fill:g}"
                 )
+
+    @property
+    def of_inputs(self) -> tuple[float, float]:
+        return self.backward if self.inputs is None else self.inputs
+
+    @property
+    def of_weights(self) -> tuple[float, float]:
+        return self.backward if self.weights is None else self.weights
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

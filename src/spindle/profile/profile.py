@@ -36,10 +36,11 @@ class Profile:
     `gangs`: times on n devices are opaque (given by hand), so the devices of a slot start together. `host_rates[k -
     1]`: the speed of each device while k devices of its island are busy; empty if it does not matter. `overlap`:
     slowdown of compute on a device that reduces gradients at the same time. `exchange_overlap`: slowdown of that
-    reduction. `gradients_stay`: gradients keep their memory from step to step, as with CUDA graphs. `sends_stay`: sent
-    gradients keep theirs until the step ends, as under gloo, which does not report when they are sent. `host`: launch
-    overhead, where hosts may be slower than their GPUs. `leaves_out`: what is not modelled, in words. `measured_on`:
-    where and when it was measured, if it was. `item_times`: by op of an item call, how long single items take.
+    reduction. `gradients_stay`: gradients keep their memory from step to step, as with CUDA graphs. `lane_bytes`: what
+    libraries keep for each lane. `sends_stay`: sent gradients keep their memory until the step ends, as under gloo,
+    which does not report when they are sent. `host`: launch overhead, where hosts may be slower than their GPUs.
+    `leaves_out`: what is not modelled, in words. `measured_on`: where and when it was measured, if it was.
+    `item_times`: by op of an item call, how long single items take.
     """
 
     graph: MetaGraph
@@ -50,6 +51,7 @@ class Profile:
     overlap: float = 1.0
     exchange_overlap: float = 1.0
     gradients_stay: bool = True
+    lane_bytes: int = 0
     sends_stay: bool = False
     host: HostOverhead | None = None
     leaves_out: tuple[str, ...] = ()

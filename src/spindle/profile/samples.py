@@ -28,13 +28,14 @@ TENSOR_LEAVES_OUT = (
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LayerSamples:
     """Measured seconds of one layer at several numbers of rows on one device; `launch_s` and `contention` as in
-    `Curve`."""
+    `Curve`. `weight_share` is the part of backward that computes weight gradients, if that is known."""
 
     rows: tuple[int, ...]
     forward_s: tuple[float, ...]
     backward_s: tuple[float, ...]
     launch_s: tuple[float, float] = (0.0, 0.0)
     contention: tuple[Contention, ...] = ()
+    weight_share: float | None = None
 
     def __post_init__(self) -> None:
         if not self.rows or any(b <= a for a, b in zip(self.rows, self.rows[1:], strict=False)) or self.rows[0] < 1:
@@ -43,6 +44,8 @@ class LayerSamples:
             raise ProfileError("expected one forward and one backward time for each number of rows")
         if self.contention and len(self.contention) != len(self.rows):
             raise ProfileError("expected one contention for each number of rows, or none")
+        if self.weight_share is not None and not 0 <= self.weight_share <= 1:
+            raise ProfileError(f"weight_share is a part of backward: between 0 and 1, got {self.weight_share:g}")
 
     def at(self, rows: int) -> tuple[float, float]:
         """Forward and backward seconds for this many rows, interpolated."""
@@ -82,6 +85,7 @@ def curve_from_samples(samples: LayerSamples, batch_size: int, max_devices: int)
         num_devices=counts,
         forward_s=forward_s,
         backward_s=backward_s,
+        weight_s=() if samples.weight_share is None else tuple(samples.weight_share * time_s for time_s in backward_s),
         launch_s=samples.launch_s,
         contention=contention,
     )

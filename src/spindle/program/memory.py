@@ -21,6 +21,7 @@ class Memory:
         self.passing = {} if profile.gradients_stay else _passing_gradients(program, profile, unshared)
         for (_, rank), passing_bytes in self.passing.items():
             self.static_bytes[rank] -= passing_bytes
+        self.static_bytes += program.plan.num_lanes * profile.lane_bytes
         num_slots = len(program.slots)
         # By slot and rank: activations saved for backward, working space of backward, and inputs received from others.
         self.saved = np.zeros((num_slots, program.num_ranks), dtype=np.int64)
@@ -74,6 +75,10 @@ class Memory:
                         # Output gradients are saved for the weight gradients, in place of activations not needed there.
                         starts[number] = self.working[slot] + self.recomputed[slot]
                         ends[number] = -self.working[slot]
+                        if whole.has_weight_lane:  # both are held, where another lane reads them
+                            held = (last - first) * self.working[slot]
+                            starts[number] += held
+                            ends[-1] -= held
                         continue
                     # Activations are freed chunk by chunk, in integers that add up to all of them.
                     before, after = whole.last - last, whole.last - first
@@ -160,7 +165,7 @@ def _passing_gradients(program: Program, profile: Profile, unshared: set[int]) -
         seen: set[int] = set()
         for number in program.compute_of_rank(rank):
             instruction = program.instructions[number]
-            if not isinstance(instruction, Backward):
+            if not isinstance(instruction, Backward) or not instruction.makes_weights:
                 continue
             shape = program.slots[instruction.slot]
             for layer in graph.metaops[shape.op].parameters[instruction.first : instruction.last]:

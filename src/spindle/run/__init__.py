@@ -1,9 +1,10 @@
 """Run a Program on `torch.distributed`. Knows instructions and the code of ops, not how tasks were written."""
 
+from spindle.run.backward_split import WeightPart, capture_input_part
 from spindle.run.budget import Budget, limit_gpu_memory
 from spindle.run.compute import seed_of
 from spindle.run.executor import Executor
-from spindle.run.graphs import capturing
+from spindle.run.graphs import capturing, own_workspaces
 from spindle.run.items import ItemCode, ItemRows, Lengths, chosen_items, cut_items, join_items, meta_of_items
 from spindle.run.losses import metric_sums
 from spindle.run.measured_timeline import timeline_of
@@ -70,11 +71,13 @@ __all__ = [
     "TensorMeta",
     "TensorSpec",
     "Watch",
+    "WeightPart",
     "Weights",
     "World",
     "as_leaves",
     "axes_of",
     "box_view",
+    "capture_input_part",
     "capturing",
     "chosen_items",
     "compute_stream",
@@ -93,6 +96,7 @@ __all__ = [
     "metric_sums",
     "on_compute_stream",
     "on_device",
+    "own_workspaces",
     "peers",
     "plain",
     "pytree_meta",

@@ -11,7 +11,8 @@ weight twice if it joins two parameter groups, and does not support views as sta
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -34,6 +35,19 @@ class _Fork:
     def record(self, gradients: tuple[Gradient, ...]) -> None:
         self.reached = gradients
 
+    def run(self, *, keeps: bool) -> list[tuple[GradientEdge, torch.Tensor]]:
+        """Compute the gradients at its edges to weights; `keeps` what they are computed from."""
+        reached = [
+            (GradientEdge(self.node, output), gradient)
+            for output, gradient in enumerate(self.reached)
+            if gradient is not None
+        ]
+        if not reached:
+            return []
+        ends, gradients = zip(*reached, strict=True)
+        computed = torch.autograd.grad(ends, self.edges, gradients, allow_unused=True, retain_graph=keeps)
+        return [(edge, gradient) for edge, gradient in zip(self.edges, computed, strict=True) if gradient is not None]
+
 
 @dataclass(slots=True)
 class WeightPart:
@@ -43,34 +57,87 @@ class WeightPart:
     roots: list[tuple[GradientEdge, torch.Tensor]] = field(default_factory=list)  # edges that lead to weights only
 
     def run(self) -> None:
-        pending = self.roots
+        """Accumulate the gradients of weights, and free what they are computed from."""
+        pending, self.roots = self.roots, []
         while self.forks:
-            fork = self.forks.pop()
-            reached = [
-                (GradientEdge(fork.node, output), gradient)
-                for output, gradient in enumerate(fork.reached)
-                if gradient is not None
-            ]
-            if reached:
-                ends, gradients = zip(*reached, strict=True)
-                computed = torch.autograd.grad(ends, fork.edges, gradients, allow_unused=True)
-                pairs = zip(fork.edges, computed, strict=True)
-                pending += [(edge, gradient) for edge, gradient in pairs if gradient is not None]
+            pending += self.forks.pop().run(keeps=False)
         if pending:
             edges, gradients = zip(*pending, strict=True)
-            self.roots = []
             torch.autograd.backward(edges, gradients)
+
+    def gradients(self, weights: Sequence[torch.Tensor]) -> list[Gradient]:
+        """The gradients of these weights. Nothing is accumulated, and nothing freed."""
+        pending = [*self.roots, *(root for fork in self.forks for root in fork.run(keeps=True))]
+        if not pending or not weights:
+            return [None] * len(weights)
+        edges, gradients = zip(*pending, strict=True)
+        return list(torch.autograd.grad(edges, weights, gradients, retain_graph=True, allow_unused=True))
+
+    @property
+    def sources(self) -> list[torch.Tensor]:
+        """The gradients from which those of weights are computed."""
+        reached = [gradient for fork in self.forks for gradient in fork.reached if gradient is not None]
+        return [*reached, *(gradient for _, gradient in self.roots)]
+
+
+@dataclass(frozen=True, slots=True)
+class _Split:
+    """What the first part of a backward pass computes, and where the second one begins."""
+
+    now: list[tuple[GradientEdge, torch.Tensor]]  # edges at which the first part begins
+    tangled: list[torch.Tensor]  # weights whose gradients it computes, too
+    forks: list[_Fork]
+    roots: list[tuple[GradientEdge, torch.Tensor]]
 
 
 def run_input_part(outputs: Sequence[Any], gradients: Sequence[Gradient], inputs: Iterable[torch.Tensor]) -> WeightPart:
     """Run the first part, which leaves gradients in `inputs`, all leaves of the graph. Returns the second part."""
+    wanted = list(inputs)
+    split = _split(outputs, gradients, wanted)
+    if split.now:
+        with _recording(split.forks):
+            ends, values = zip(*split.now, strict=True)
+            keeps = bool(split.forks or split.roots)
+            torch.autograd.backward(ends, values, retain_graph=keeps, inputs=wanted + split.tangled)
+    return WeightPart(split.forks, split.roots)
+
+
+def capture_input_part(
+    outputs: Sequence[Any], gradients: Sequence[Gradient], inputs: Iterable[torch.Tensor]
+) -> WeightPart:
+    """`run_input_part` for a CUDA graph: no gradient of a weight is accumulated, because the lane of the second part
+    writes them all, and nothing that part reads is freed."""
+    wanted = list(inputs)
+    split = _split(outputs, gradients, wanted)
+    if split.now:
+        with _recording(split.forks):
+            ends, values = zip(*split.now, strict=True)
+            computed = torch.autograd.grad(ends, wanted + split.tangled, values, retain_graph=True, allow_unused=True)
+        for leaf, gradient in zip(wanted, computed, strict=False):
+            leaf.grad = gradient
+        early = zip(split.tangled, computed[len(wanted) :], strict=True)
+        split.roots.extend((get_gradient_edge(weight), gradient) for weight, gradient in early if gradient is not None)
+    return WeightPart(split.forks, split.roots)
+
+
+@contextmanager
+def _recording(forks: Sequence[_Fork]) -> Iterator[None]:
+    """Inside, forks record the gradients that reach them."""
+    hooks = [fork.node.register_prehook(fork.record) for fork in forks]
+    try:
+        yield
+    finally:
+        for hook in hooks:
+            hook.remove()
+
+
+def _split(outputs: Sequence[Any], gradients: Sequence[Gradient], inputs: Iterable[torch.Tensor]) -> _Split:
     pairs = [
         (get_gradient_edge(leaf), gradient)
         for leaf, gradient in zip(outputs, gradients, strict=True)
         if gradient is not None and takes_gradient(leaf)
     ]
-    wanted = list(inputs)
-    to_inputs = _leading({edge.node for edge, _ in pairs}, {get_gradient_edge(leaf).node for leaf in wanted})
+    to_inputs = _leading({edge.node for edge, _ in pairs}, {get_gradient_edge(leaf).node for leaf in inputs})
     forks = []
     for node, leads in to_inputs.items():
         below = dict.fromkeys(node.next_functions) if leads else ()
@@ -84,14 +151,8 @@ def run_input_part(outputs: Sequence[Any], gradients: Sequence[Gradient], inputs
         now += [(edge, gradient) for edge, gradient in roots if not _leaves([edge]).isdisjoint(tangled)]
         roots = [(edge, gradient) for edge, gradient in roots if _leaves([edge]).isdisjoint(tangled)]
         forks = [fork for fork in forks if _leaves(fork.edges).isdisjoint(tangled)]
-        wanted += [node.variable for node in tangled]  # type: ignore[attr-defined]
-    if now:
-        hooks = [fork.node.register_prehook(fork.record) for fork in forks]
-        ends, values = zip(*now, strict=True)
-        torch.autograd.backward(ends, values, retain_graph=bool(forks or roots), inputs=wanted)
-        for hook in hooks:
-            hook.remove()
-    return WeightPart(forks, roots)
+    weights = [node.variable for node in tangled]  # type: ignore[attr-defined]
+    return _Split(now, weights, forks, roots)
 
 
 def _leading(roots: Iterable[Node], ends: set[Node]) -> dict[Node, bool]:

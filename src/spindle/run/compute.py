@@ -14,10 +14,11 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 from spindle.errors import TrainingError
 from spindle.models import apply_styles, with_styles
 from spindle.program import Backward
-from spindle.run.backward_split import run_input_part
+from spindle.run.backward_split import WeightPart, capture_input_part, run_input_part
 from spindle.run.graph_cache import GraphCache
 from spindle.run.graphs import Chunk, SlotOutput
 from spindle.run.items import cut_items, join_items
+from spindle.run.lanes import on_own_lane
 from spindle.run.losses import loss_part
 from spindle.run.op_code import LayerCode, LayersCode, LossCode
 from spindle.run.pytrees import Axes, TensorMeta, as_leaves, copied, cut, cut_leaf, joined, leaves_of, takes_gradient
@@ -237,10 +238,7 @@ class Compute:
             return
         if not instruction.makes_inputs:
             watch.start[position] = watch.now()
-            deferred = step.deferred.pop((slot.number, number))
-            while deferred:
-                deferred.pop().run()
-            self._syncs.gradients.keep(_used_by(slot, number))
+            self._run_weight_parts(step, slot, number)
             return
         is_last = number == len(slot.chunks) - 1
         pieces = step.pieces[slot.number]
@@ -253,8 +251,17 @@ class Compute:
             gradients = _gradients_of(leaves_of(pieces[_first_piece(pieces, number + 1)].inputs) if pieces else [])
         watch.start[position] = watch.now()
         if not instruction.makes_weights:
-            with self._styles(slot, first, last):
-                self._run_input_parts(step, slot, number, gradients)
+            if step.graphs is None or not step.graphs.backward_inputs(
+                slot,
+                first,
+                gradients,
+                lambda gradients: self._input_parts(step, slot, number, gradients, capture_input_part),
+                is_last=is_last,
+            ):
+                with self._styles(slot, first, last):
+                    step.deferred[slot.number, number] = self._input_parts(
+                        step, slot, number, gradients, run_input_part
+                    )
         elif step.graphs is None or not step.graphs.backward(
             slot, first, gradients, lambda: self._chunk(step, slot, number), is_last=is_last
         ):
@@ -293,11 +300,33 @@ class Compute:
             gradient = (gradient * step.loss_scale).to(gradient.dtype)
         return gradient
 
-    def _run_input_parts(self, step: Step, slot: RankSlot, chunk: int, gradients: list[torch.Tensor | None]) -> None:
-        """Compute the gradients of a chunk's inputs, piece by piece, and defer those of its weights."""
+    def _run_weight_parts(self, step: Step, slot: RankSlot, chunk: int) -> None:
+        """Compute the gradients of a chunk's weights."""
+        first = slot.chunks[chunk][0]
+        deferred: list[WeightPart] | None
+        if step.graphs is not None and step.graphs.has_weights(slot, first):
+            deferred = step.graphs.backward_weights(slot, first, _parameters_of(slot, chunk))
+        else:
+            deferred = step.deferred.pop((slot.number, chunk))
+        if deferred is None:
+            return
+        with on_own_lane(slot, self._world.device):
+            while deferred:
+                deferred.pop().run()
+            self._syncs.gradients.keep(_used_by(slot, chunk))
+
+    def _input_parts(
+        self,
+        step: Step,
+        slot: RankSlot,
+        chunk: int,
+        gradients: list[torch.Tensor | None],
+        run: Callable[..., WeightPart],
+    ) -> list[WeightPart]:
+        """Compute the gradients of a chunk's inputs, piece by piece. Returns what computes those of its weights."""
         # Last piece first. What is deferred keeps the output gradients of its piece, and runs when the program has the
         # weight part of this backward: in a pipeline that is where the rank would otherwise be idle.
-        deferred = step.deferred[slot.number, chunk] = []
+        deferred = []
         pieces = step.pieces[slot.number]
         for number in reversed(range(len(pieces))):
             piece = pieces[number]
@@ -307,10 +336,11 @@ class Compute:
             inputs: list[Any] = leaves_of(piece.inputs)
             if number == 0:
                 inputs = [leaf for link in slot.inputs for leaf in step.inputs[link.number]]
-            deferred.append(run_input_part(outputs, gradients, filter(takes_gradient, inputs)))
+            deferred.append(run(outputs, gradients, filter(takes_gradient, inputs)))
             if number:
                 gradients = _gradients_of(inputs)
             piece.outputs = piece.recompute = None
+        return deferred
 
     def _styles(self, slot: RankSlot, first: int, last: int) -> Any:
         """A context in which the layers of a slot run as this member of its tensor-parallel group."""

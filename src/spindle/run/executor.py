@@ -100,6 +100,7 @@ class Executor:
             is_enabled=captures,
             communicates=world.size > 1,
             num_lanes=program.plan.num_lanes,
+            has_weight_lanes=any(slot.has_weight_lane for slot in program.plan.slots),
         )
         self.offload = HostOffload(world.device, offload_copies(program, world.rank))
         self._place_of = {position: place for place, position in enumerate(self._rank_program.compute)}
@@ -241,7 +242,9 @@ class Executor:
             step_graph = StepGraph(list(factors), self.world.device)
             step_graph.set_factors(factors, step.loss_scale)
             # In a step of its own, because a capture that fails leaves its state behind.
-            failure = graphs.capture_step(step_graph, lambda watch: self._run_passes(step.fork(), watch))
+            failure = graphs.capture_step(
+                step_graph, lambda watch: self._run_passes(step.fork(), watch), self._lanes_of_device
+            )
             for parameter in self._syncs.trained:
                 parameter.grad = before.get(id(parameter))
             if failure is not None:
@@ -337,6 +340,19 @@ class Executor:
     def without_graph(self) -> dict[str, str]:
         """Why slots run without a CUDA graph, by name."""
         return self.graph_cache.refused
+
+    @property
+    def without_weight_lane(self) -> dict[str, str]:
+        """Why weight gradients run on the lane of their slot on a GPU, though the plan has another for them, by
+        slot."""
+        if self.world.device.type != "cuda":
+            return {}
+        planned = [slot.name for slot in self._rank_program.slots.values() if slot.lane != slot.weight_lane]
+        if not self.graph_cache.is_enabled:
+            return dict.fromkeys(planned, "CUDA graphs are off")
+        every = self.graph_cache.refused.get("every slot")
+        refused = {name: self.graph_cache.refused.get(name, every) for name in planned}
+        return {name: reason for name, reason in refused.items() if reason is not None}
 
     @property
     def has_step_graph(self) -> bool:

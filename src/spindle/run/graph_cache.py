@@ -33,6 +33,7 @@ class GraphCache:
         is_enabled: bool,
         communicates: bool = True,
         num_lanes: int = 1,
+        has_weight_lanes: bool = False,
     ) -> None:
         """`communicates` says that other ranks take part in steps."""
         self.is_enabled = is_enabled
@@ -41,7 +42,7 @@ class GraphCache:
         self.refused: dict[str, str] = {}  # why slots run without a graph, by name
         self._rank_program, self._gradients = rank_program, gradients
         self._sets: dict[Shapes, Graphs] = {}  # most recently used last
-        self._memory = GraphMemory(reserves=num_lanes == 1)
+        self._memory = GraphMemory(num_lanes == 1, has_weight_lanes=has_weight_lanes)
         self._max_sets = _MAX_SETS  # lowered when memory runs out
         self._num_steps: Counter[Shapes] = Counter()
         self._num_wasted = 0  # sets that were evicted before they had paid off

@@ -1,12 +1,15 @@
 """Slots as CUDA graphs: one graph for a slot's forward pass, and one for the backward pass of each of its chunks.
 
 A step is captured as it runs: each piece of compute is recorded instead of launched, then replayed at once, so that
-transfers between pieces proceed as usual. All graphs of a rank allocate from one memory pool, in the order of the
+transfers between pieces proceed as usual. The graphs of a lane allocate from one memory pool, in the order of the
 rank's program, and later steps replay them in that order, so that later pieces reuse the memory of earlier ones as in
 the captured step. What lives longer (inputs, outputs, gradients) keeps its addresses.
 
-Captures and all other steps run on one stream, not the default one, because autograd accumulates a parameter's gradient
-on the stream of its first use.
+Captures and all other steps run on the stream of a slot's lane, not the default one, because autograd accumulates a
+parameter's gradient on the stream of its first use. Where weight gradients have a lane of their own, they are a graph
+that is captured on the stream of the slot and replayed on that of their lane. It has the memory of that lane, and all
+that it reads is held until the capture of the step is complete, so that nothing else gets this memory. cuBLAS keeps a
+workspace per stream, which both lanes would write to at once: then each graph has one in its own memory.
 
 Each layer that draws random numbers has a generator that is registered with its graph. It is seeded before each replay
 as torch's default generator is before the layer in an eager step: the same numbers.
@@ -24,8 +27,9 @@ import random
 import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import numpy
@@ -34,7 +38,10 @@ from torch import nn
 from torch.utils._pytree import tree_leaves, tree_map
 
 from spindle.errors import TrainingError
+from spindle.run.backward_split import WeightPart
+from spindle.run.composed_graph import ComposedGraph
 from spindle.run.gradients import Gradients
+from spindle.run.lanes import Lanes, lane_stream
 from spindle.run.op_code import LossCode
 from spindle.run.pytrees import takes_gradient
 from spindle.run.rank_program import RankSlot
@@ -74,6 +81,8 @@ class _Slot:
     output: SlotOutput  # with its autograd graph until then
     generators: dict[int, torch.Generator]  # by layer that draws random numbers
     backward: dict[int, _Backward] = field(default_factory=dict)
+    weights: dict[int, _Backward] = field(default_factory=dict)  # where weight gradients have graphs of their own
+    parts: dict[int, list[WeightPart]] = field(default_factory=dict)  # held until the capturing step is finished
 
 
 @dataclass(slots=True)
@@ -97,40 +106,50 @@ def _failure(error: Exception) -> Failure:
     return Failure((str(cause).splitlines() or [type(cause).__name__])[0], is_out_of_memory)
 
 
+class _Pool:
+    """A memory pool of graphs."""
+
+    def __init__(self, reserves: bool) -> None:
+        """The pool begins as one block if it `reserves`, as large as the peak of activations so far: blocks that are
+        allocated one by one fragment, because what one round frees is too small for a tensor of the next."""
+        self.handle: Any = torch.cuda.graph_pool_handle()
+        self._anchor: torch.cuda.CUDAGraph | None = torch.cuda.CUDAGraph()
+        num_bytes = torch.cuda.max_memory_allocated() - torch.cuda.memory_allocated()
+        try:
+            # An empty graph, even if nothing is reserved: torch counts the graphs of a pool, which must not be left
+            # without one while gradients lie in it.
+            with capturing(self._anchor, self.handle):
+                if num_bytes > 0 and reserves:
+                    torch.empty(num_bytes, dtype=torch.uint8, device="cuda")
+        except RuntimeError:  # not in one block
+            torch.cuda.synchronize()
+            self.handle, self._anchor = torch.cuda.graph_pool_handle(), None
+
+
 class GraphMemory:
-    """The memory pool of all graphs of a rank. A step replays one set of graphs, from its first forward to its last
-    backward, so sets may share memory that is free between pieces; what a set keeps is its own."""
+    """The memory pools of all graphs of a rank, one for each lane. A step replays one set of graphs, from its first
+    forward to its last backward, so sets may share memory that is free between pieces; what a set keeps is its own."""
 
-    def __init__(self, reserves: bool = True) -> None:
+    def __init__(self, reserves: bool = True, *, has_weight_lanes: bool = False) -> None:
         self._reserves = reserves  # not with several lanes: memory that one stream reserves serves no other
-        self._handle: Any = None
-        self._reserve: torch.cuda.CUDAGraph | None = None  # an empty graph that holds the reserved memory
+        self.has_weight_lanes = has_weight_lanes
+        self._pools: dict[int, _Pool] = {}
 
-    @property
-    def handle(self) -> Any:
-        """The pool. It begins as one block, as large as the peak of activations so far: blocks that are allocated one
-        by one fragment, because what one round frees is too small for a tensor of the next."""
-        if self._handle is None:
-            self._handle, self._reserve = torch.cuda.graph_pool_handle(), torch.cuda.CUDAGraph()
-            num_bytes = torch.cuda.max_memory_allocated() - torch.cuda.memory_allocated()
-            try:
-                # Captured even if nothing is reserved: torch counts the graphs of a pool, which must not be left
-                # without one while gradients lie in it.
-                with capturing(self._reserve, self._handle):
-                    if num_bytes > 0 and self._reserves:
-                        torch.empty(num_bytes, dtype=torch.uint8, device="cuda")
-            except RuntimeError:  # not in one block
-                self.renew()
-        return self._handle
+    def of_lane(self, lane: int) -> Any:
+        """The pool of a lane."""
+        if lane not in self._pools:
+            self._pools[lane] = _Pool(self._reserves)
+        return self._pools[lane].handle
 
     def renew(self) -> None:
-        """Start a new pool: a failed capture does not return its memory."""
+        """Start new pools: a failed capture does not return its memory."""
         torch.cuda.synchronize()
-        self._handle, self._reserve = torch.cuda.graph_pool_handle(), None
+        self.release()
+        self._reserves = False
 
     def release(self) -> None:
-        """Release the pool, when no graph is left."""
-        self._handle = self._reserve = None
+        """Release the pools, when no graph is left."""
+        self._pools.clear()
 
 
 class Graphs:
@@ -237,7 +256,7 @@ class Graphs:
                 generators[layer] = torch.Generator(device="cuda")
                 graph.register_generator_state(generators[layer])
             self._generators = generators
-            with capturing(graph, self._memory.handle):
+            with self._capturing(graph, slot.lane):
                 output = compute(trees)
                 if _host_generators() != on_host:
                     raise TrainingError("it draws random numbers on the host")
@@ -284,25 +303,102 @@ class Graphs:
                 gradients = [_writable(gradient) for gradient in gradients]
             known = self._capture_backward(slot, gradients, chunk())
             if known is None:
-                # The attempt has freed the autograd graph, so run forward again. Other graphs may have been captured
-                # in memory that this one would have left free.
-                self.is_invalid = True
-                assert captured.compute is not None
-                with _buffers_restored(slot):
-                    captured.output.pieces[:] = captured.compute(captured.trees).pieces
-                del self._slots[slot.number]
+                self._abandon(slot, captured)
                 return False
             if is_last:
                 known.gradients = gradients
             captured.backward[first] = known
         elif is_last:
-            for place, gradient in zip(known.gradients, gradients, strict=True):
-                if (place is None) != (gradient is None):
-                    raise TrainingError(
-                        f"{slot.name} got gradients for other outputs than when it was captured in a CUDA graph; "
-                        "train with spindle.Trainer(cuda_graphs=False)"
-                    )
-                _put(place, gradient)
+            _put_gradients(slot, known, gradients)
+        self._replay(known)
+        return True
+
+    def backward_inputs(
+        self,
+        slot: RankSlot,
+        first: int,
+        gradients: list[torch.Tensor | None],
+        run: Callable[[list[torch.Tensor | None]], list[WeightPart]],
+        *,
+        is_last: bool,
+    ) -> bool:
+        """Run the input gradients of a chunk, as `backward`. `run` computes them, given those of the outputs, and
+        returns what computes the weight gradients."""
+        captured = self._slots.get(slot.number)
+        if captured is None:
+            return False
+        if self.step_graph is not None:
+            captured.parts[first] = run(gradients)
+            return True
+        known = captured.backward.get(first)
+        if known is None:
+            if is_last:
+                gradients = [_writable(gradient) for gradient in gradients]
+            graph = torch.cuda.CUDAGraph()
+            try:
+                with self._capturing(graph, slot.lane):
+                    captured.parts[first] = run(gradients)
+            except Exception as error:
+                self._refuse(slot, error)
+            else:
+                known = captured.backward[first] = _Backward(graph, gradients if is_last else [], [])
+            if known is None:
+                self._abandon(slot, captured)
+                return False
+        elif is_last:
+            _put_gradients(slot, known, gradients)
+        self._replay(known)
+        return True
+
+    def backward_weights(self, slot: RankSlot, first: int, parameters: list[nn.Parameter]) -> list[WeightPart] | None:
+        """Run the weight gradients of a chunk, on the current stream. Where that failed, returns what is left to run
+        eagerly."""
+        captured = self._slots[slot.number]
+        if self.step_graph is not None:
+            written, places = self._weight_gradients(captured.parts[first], parameters)
+            self._note_written(written, places)
+            self.first_written += [parameter for parameter, is_first in written if is_first]
+            return None
+        known = captured.weights.get(first)
+        if known is None:
+            graph = torch.cuda.CUDAGraph()
+            try:
+                # Autograd launches on the stream of the forward; nothing runs until the replay.
+                with _on_lane(slot.lane), self._capturing(graph, slot.weight_lane):
+                    written, places = self._weight_gradients(captured.parts[first], parameters)
+            except Exception as error:
+                self._refuse(slot, error)
+                self.is_invalid = True
+            else:
+                self._note_written(written, places)
+                known = captured.weights[first] = _Backward(graph, [], written)
+            if known is None:
+                return captured.parts[first]
+        self._replay(known)
+        return None
+
+    def has_weights(self, slot: RankSlot, first: int) -> bool:
+        """Whether the weight gradients of a chunk belong to graphs, because its input gradients do."""
+        captured = self._slots.get(slot.number)
+        return captured is not None and (first in captured.parts or first in captured.weights)
+
+    def _weight_gradients(
+        self, parts: Sequence[WeightPart], parameters: list[nn.Parameter]
+    ) -> tuple[list[tuple[nn.Parameter, bool]], Places]:
+        """Compute the weight gradients of a chunk in their places. Returns which parameters have one, as
+        `_differentiate`, and the places."""
+        places = self._places_of(parameters)
+        sums: list[torch.Tensor | None] = [None] * len(parameters)
+        for part in reversed(parts):
+            for number, gradient in enumerate(part.gradients(parameters)):
+                total = sums[number]
+                sums[number] = gradient if total is None or gradient is None else total + gradient
+                if gradient is None:
+                    sums[number] = total
+        others = [gradient for part in parts for gradient in part.sources]
+        return self._write(parameters, sums, others, places), places
+
+    def _replay(self, known: _Backward) -> None:
         if known.graph is not None:
             known.graph.replay()
         for parameter, is_first in known.written:
@@ -310,7 +406,24 @@ class Graphs:
             if is_first and parameter.grad is not None and parameter.grad.data_ptr() != place.data_ptr():
                 place += parameter.grad  # from a slot that ran eagerly
             parameter.grad = place
-        return True
+
+    def _abandon(self, slot: RankSlot, captured: _Slot) -> None:
+        """Go on eagerly with a slot whose backward could not be captured."""
+        # The attempt has freed the autograd graph, so run forward again. Other graphs may have been captured in memory
+        # that this one would have left free.
+        gc.collect()  # as in `forward`
+        self.is_invalid = True
+        assert captured.compute is not None
+        with _buffers_restored(slot):
+            captured.output.pieces[:] = captured.compute(captured.trees).pieces
+        del self._slots[slot.number]
+
+    @contextmanager
+    def _capturing(self, graph: torch.cuda.CUDAGraph, lane: int) -> Iterator[None]:
+        """Capture the current stream with memory of a lane."""
+        pool = self._memory.of_lane(lane)
+        with own_workspaces() if self._memory.has_weight_lanes else nullcontext(), capturing(graph, pool):
+            yield
 
     def _capture_backward(
         self,
@@ -323,16 +436,11 @@ class Graphs:
         if not (pairs and (chunk.inputs or chunk.parameters)):
             return _Backward(None, [], [])
         try:
-            places = self._places_of(chunk)
-            with capturing(graph, self._memory.handle):
+            places = self._places_of(chunk.parameters)
+            with self._capturing(graph, slot.lane):
                 of_inputs, written = self._differentiate(chunk, pairs, places)
         except Exception as error:
             self._refuse(slot, error)
-            failed = True
-        else:
-            failed = False
-        if failed:
-            gc.collect()  # as above
             return None
         self._take(chunk, of_inputs, written, places)
         return _Backward(graph, [], written)
@@ -340,19 +448,19 @@ class Graphs:
     def _backward_in_step_graph(self, gradients: list[torch.Tensor | None], chunk: Chunk) -> None:
         pairs = _gradient_pairs(chunk, gradients)
         if pairs and (chunk.inputs or chunk.parameters):
-            places = self._places_of(chunk)
+            places = self._places_of(chunk.parameters)
             of_inputs, written = self._differentiate(chunk, pairs, places)
             self._take(chunk, of_inputs, written, places)
             self.first_written += [parameter for parameter, is_first in written if is_first]
 
-    def _places_of(self, chunk: Chunk) -> Places:
+    def _places_of(self, parameters: Sequence[nn.Parameter]) -> Places:
         """Where the gradients of a chunk's parameters go. One that only this chunk writes may stay in the graph's
         memory, without a copy. Others have a place in a reduction buffer, or are summed over several chunks."""
         return {
             id(parameter): None
             if self.gradients.is_free(parameter) and id(parameter) not in self._written
             else self.gradients.place(parameter)
-            for parameter in chunk.parameters
+            for parameter in parameters
         }
 
     def _differentiate(
@@ -366,11 +474,23 @@ class Graphs:
             [gradient for _, gradient in pairs],
             allow_unused=True,
         )
+        of_inputs, of_parameters = computed[: len(chunk.inputs)], computed[len(chunk.inputs) :]
+        others = [*of_inputs, *(gradient for _, gradient in pairs)]
+        return of_inputs, self._write(chunk.parameters, of_parameters, others, places)
+
+    def _write(
+        self,
+        parameters: Sequence[nn.Parameter],
+        computed: Sequence[torch.Tensor | None],
+        others: Sequence[torch.Tensor | None],
+        places: Places,
+    ) -> list[tuple[nn.Parameter, bool]]:
+        """Write the gradients of parameters to their places; `others` are in use beside them."""
         written = []
         # Autograd may return one tensor for several gradients, or an output's gradient unchanged. Such memory has
         # another owner, so it is copied.
-        storages = Counter(_storage(tensor) for tensor in [*computed, *(gradient for _, gradient in pairs)])
-        for parameter, gradient in zip(chunk.parameters, computed[len(chunk.inputs) :], strict=True):
+        storages = Counter(_storage(tensor) for tensor in [*computed, *others])
+        for parameter, gradient in zip(parameters, computed, strict=True):
             if gradient is None:
                 continue
             is_first, place = id(parameter) not in self._written, places[id(parameter)]
@@ -381,7 +501,7 @@ class Graphs:
             else:
                 place.copy_(gradient) if is_first else place.add_(gradient)
             written.append((parameter, is_first))
-        return computed[: len(chunk.inputs)], written
+        return written
 
     def _take(
         self,
@@ -390,13 +510,16 @@ class Graphs:
         written: list[tuple[nn.Parameter, bool]],
         places: Places,
     ) -> None:
-        for parameter, _ in written:
-            self.gradients.take(parameter, places[id(parameter)])
-        self._written.update(id(parameter) for parameter, _ in written)
+        self._note_written(written, places)
         for leaf, gradient in zip(chunk.inputs, of_inputs, strict=True):
             leaf.grad = gradient
 
-    def capture_step(self, step_graph: StepGraph, run: Callable[[Watch], Step]) -> Failure | None:
+    def _note_written(self, written: list[tuple[nn.Parameter, bool]], places: Places) -> None:
+        for parameter, _ in written:
+            self.gradients.take(parameter, places[id(parameter)])
+        self._written.update(id(parameter) for parameter, _ in written)
+
+    def capture_step(self, step_graph: StepGraph, run: Callable[[Watch], Step], lanes: Lanes) -> Failure | None:
         """Capture all slots of a step as one graph. Returns why that failed."""
         on_host = _host_generators()
         self.step_graph, self.first_written = step_graph, []
@@ -408,14 +531,27 @@ class Graphs:
             return captured
 
         try:
-            step_graph.capture(checked, lambda graph: capturing(graph, self._memory.handle))
+            if lanes.has_weight_lanes:
+                step_graph.compose(checked, lambda graph: lanes.recording(partial(self._captured_child, graph)))
+            else:
+                step_graph.capture(checked, lambda graph: self._capturing(graph, 0))
         except Exception as error:  # not kept: its frames hold the tensors of the capture
             return _failure(error)
         return None
 
+    @contextmanager
+    def _captured_child(self, whole: ComposedGraph, number: int, lane: int, needs: frozenset[int]) -> Iterator[None]:
+        """Capture an instruction as a child graph, with memory of its lane. Which ones run at the same time follows
+        from what they need, not from the streams on which they are captured."""
+        child = torch.cuda.CUDAGraph(keep_graph=True)
+        with self._capturing(child, lane):
+            yield
+        whole.add(number, child, needs)
+
     def finish(self) -> None:
         """End the capturing step: free its autograd graphs."""
         for slot in self._slots.values():
+            slot.parts.clear()
             slot.output, slot.compute = SlotOutput([], tree_map(_detached, slot.output.outputs)), None
         self.is_complete = True
 
@@ -467,6 +603,39 @@ def capturing(graph: torch.cuda.CUDAGraph, pool: Any, draws_from: torch.Generato
         generator.graphsafe_set_state(state)
         if collects:
             gc.enable()
+
+
+@contextmanager
+def own_workspaces() -> Iterator[None]:
+    """Inside, cuBLAS allocates its workspaces anew, in the memory of the graph that is captured."""
+    if torch.cuda.is_available():
+        torch._C._cuda_clearCublasWorkspaces()
+    try:
+        yield
+    finally:
+        if torch.cuda.is_available():
+            torch._C._cuda_clearCublasWorkspaces()
+
+
+@contextmanager
+def _on_lane(lane: int) -> Iterator[None]:
+    """Inside, the current stream is that of a lane."""
+    if not torch.cuda.is_available():
+        yield
+        return
+    with torch.cuda.stream(lane_stream(lane)):
+        yield
+
+
+def _put_gradients(slot: RankSlot, known: _Backward, gradients: Sequence[torch.Tensor | None]) -> None:
+    """Copy the gradients of a slot's outputs to where its backward reads them."""
+    for place, gradient in zip(known.gradients, gradients, strict=True):
+        if (place is None) != (gradient is None):
+            raise TrainingError(
+                f"{slot.name} got gradients for other outputs than when it was captured in a CUDA graph; "
+                "train with spindle.Trainer(cuda_graphs=False)"
+            )
+        _put(place, gradient)
 
 
 def _draws_same_numbers(slot: RankSlot, output: SlotOutput, compute: Callable[[], SlotOutput]) -> bool:

@@ -80,6 +80,8 @@ class RankSlot:
     is_split: bool  # whether its backward is split into input and weight gradients
     recomputed: int  # how many of its first layers
     offloaded: int  # how many of the layers after those
+    lane: int = 0
+    weight_lane: int = 0  # of its weight gradients: its own unless the plan has another
     items: tuple[int, ...] = ()  # of a part
 
     @property
@@ -302,6 +304,8 @@ def _slots(
             is_split=number in split,
             recomputed=planned.num_layers if op.name in recompute else planned.recomputed,
             offloaded=0 if op.name in recompute else planned.offloaded,
+            lane=planned.lane,
+            weight_lane=planned.lane_of_weights,
             items=op.items,
         )
     return slots

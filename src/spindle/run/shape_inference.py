@@ -12,11 +12,10 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._pytree import tree_unflatten
 
 from spindle.graph import MetaGraph
-from spindle.models import FakeWeights, ModuleSnapshot, as_when_compiling
+from spindle.models import FakeWeights, ModuleSnapshot, as_when_compiling, fake_mode
 from spindle.run.op_code import LayerCode, LayersCode, OpCode
 from spindle.run.pytrees import PytreeMeta, TensorMeta, copied, pytree_meta
 
@@ -29,7 +28,7 @@ class ShapeInference:
 
     def __init__(self, modules: Sequence[nn.Module], device: torch.device, autocast: torch.dtype | None = None) -> None:
         self._modules, self._device, self._autocast = modules, device, autocast
-        self._mode = FakeTensorMode(allow_non_fake_inputs=True)
+        self._mode = fake_mode()
         self._swapped = [FakeWeights(module, self._mode, device) for module in modules]
         self._entered: ExitStack | None = None
         # With the functions whose ids are in the key, so that no other object gets these ids.

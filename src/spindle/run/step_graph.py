@@ -2,7 +2,8 @@
 
 The step is captured without running: every lane is a branch of the graph, which forks where lanes begin and joins
 behind the last backward, and events between lanes become edges. Replaying it is one launch, and no lane waits for the
-host between its slots.
+host between its slots. Where weight gradients have lanes of their own, each instruction is a graph inside that graph
+(`composed_graph`), because in one capture they would stay on the lane of their slot.
 
 What differs from step to step goes in through memory that the graph reads: batches, and the factors of the losses.
 Losses, metrics and gradients are where they were captured. The optimizer's step is not part of the graph.
@@ -17,6 +18,7 @@ import torch
 from torch import nn
 
 from spindle.errors import TrainingError
+from spindle.run.composed_graph import ComposedGraph
 from spindle.run.gradients import Gradients
 from spindle.run.step import Step, Watch
 
@@ -29,7 +31,7 @@ class StepGraph:
         # Factors of the losses' gradients. They are not in the graph's pool, whose memory each replay overwrites.
         self._factors = {slot: torch.zeros((), dtype=torch.float64, device=device) for slot in losses}
         self._values: dict[int, float] = {}  # of the factors
-        self._graph: torch.cuda.CUDAGraph | None = None
+        self._graph: torch.cuda.CUDAGraph | ComposedGraph | None = None
         self._watch: Watch | None = None  # its events are nodes of the graph
         self._losses: dict[int, torch.Tensor] = {}
         self._metrics: dict[int, torch.Tensor] = {}
@@ -53,6 +55,17 @@ class StepGraph:
         graph, watch = torch.cuda.CUDAGraph(), Watch(self._device, in_graph=True)
         with capturing(graph):
             captured = run(watch)
+        self._keep(graph, watch, captured)
+
+    def compose(self, run: Callable[[Watch], Step], capturing: Callable[[ComposedGraph], Any]) -> None:
+        """The same with a graph for each instruction that `run` launches inside `capturing`, all in one."""
+        graph, watch = ComposedGraph(), Watch(self._device, in_graph=True)
+        with capturing(graph):
+            captured = run(watch)
+        graph.instantiate()
+        self._keep(graph, watch, captured)
+
+    def _keep(self, graph: torch.cuda.CUDAGraph | ComposedGraph, watch: Watch, captured: Step) -> None:
         self._graph, self._watch = graph, watch
         self._losses = {slot: loss.detach() for slot, loss in captured.losses.items()}
         self._metrics = {slot: metrics.detach() for slot, metrics in captured.metrics.items()}

@@ -262,7 +262,15 @@ def _time_contention(
         assert isinstance(instruction, Forward | Backward)
         slot = program.plan.slots[instruction.slot]
         contention = profile.curve(program.slots[instruction.slot].op, setting).contention_on(len(slot.devices))
-        pressure, fill = contention.forward if isinstance(instruction, Forward) else contention.backward
+        match instruction:
+            case Forward():
+                pressure, fill = contention.forward
+            case Backward(makes_weights=False):
+                pressure, fill = contention.of_inputs
+            case Backward(makes_inputs=False):
+                pressure, fill = contention.of_weights
+            case Backward():
+                pressure, fill = contention.backward
         members = instances.members[instances.member_starts[rendezvous] : instances.member_starts[rendezvous + 1]]
         ranks = instances.rank[members]
         owners, work_ns = np.full(len(ranks), rendezvous), np.full(len(ranks), time_ns[number])

@@ -20,6 +20,7 @@ from spindle.models import (
     OpenedComposite,
     PartCall,
     fake_like,
+    fake_mode,
     fake_output,
     matched_leaves,
     open_composite,
@@ -136,7 +137,7 @@ class _Arguments:
 
     def __init__(self, task: RecordedTask, example: Any) -> None:
         self._calls = {call.name: call for call in task.calls}
-        self._modes = [FakeTensorMode(allow_non_fake_inputs=True) for _ in range(2)]
+        self._modes = [fake_mode() for _ in range(2)]
         rows = task.definition.batch_size
         self._batches = [
             tree_map(lambda leaf, more=more, mode=mode: _fake(mode, leaf, rows, more), example)

@@ -164,6 +164,11 @@ class Loop:
         planned, main = runtime.planned, runtime.steps.main
         for name, reason in main.without_graph.items():
             session.notify(f"{name} runs without a CUDA graph: {reason}")
+        for name, reason in main.without_weight_lane.items():
+            session.notify(
+                f"{name} computes its weight gradients on its own lane, not beside its input gradients, which takes a "
+                f"CUDA graph: {reason}"
+            )
         if main.without_step_graph is not None:
             session.notify(f"slots have a CUDA graph each, not one for the whole step: {main.without_step_graph}")
         peak_bytes = self._memory.peak_bytes

@@ -20,7 +20,16 @@ from torch.utils._pytree import tree_map
 
 from spindle.errors import WorkloadError
 from spindle.launch import is_debugging
-from spindle.models import Chain, as_when_compiling, device_of, fake_like, whole_chain, without_torch_logs, zeros_like
+from spindle.models import (
+    Chain,
+    as_when_compiling,
+    device_of,
+    fake_like,
+    fake_mode,
+    whole_chain,
+    without_torch_logs,
+    zeros_like,
+)
 from spindle.run import on_device, pytree_meta
 from spindle.train.composites import open_graph, split_loss
 from spindle.train.items import Entries, entries_of_call, with_two_items
@@ -196,7 +205,7 @@ def record(definition: TaskDefinition, example: Any = None) -> RecordedTask:
     `example` is one of its batches: with it, the function may index the batch's dicts, and use shapes.
     """
     samples: list[Any] = []
-    mode = FakeTensorMode(allow_non_fake_inputs=True)
+    mode = fake_mode()
     if example is not None:
         rows = definition.batch_size
         samples = [tree_map(lambda leaf: _fake(mode, leaf, rows, 0), example)]
@@ -377,7 +386,7 @@ def cut_all(tasks: Sequence[RecordedTask], examples: Mapping[str, Any]) -> list[
 
 
 def _cut(task: RecordedTask, example: Any, known: dict[Any, tuple[Chain, Callable[[], Any]]]) -> RecordedTask:
-    mode = FakeTensorMode(allow_non_fake_inputs=True)
+    mode = fake_mode()
     example = with_two_items(task.definition, example)
     batch = tree_map(lambda leaf: fake_like(mode, leaf), example)
     outputs: dict[str, Callable[[], Any]] = {}

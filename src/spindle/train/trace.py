@@ -32,6 +32,7 @@ from spindle.models import (
     as_when_compiling,
     device_of,
     fake_like,
+    fake_mode,
     zero_outputs,
     zero_weights,
     zeros_like,
@@ -285,7 +286,7 @@ def _layers(recorded: RecordedTask, batch: Any) -> _Runs:
 @contextmanager
 def fake_weights(modules: Iterable[nn.Module], device: torch.device) -> Iterator[FakeTensorMode]:
     """A context in which modules have fake weights, and code runs on fake tensors of this mode."""
-    mode = FakeTensorMode(allow_non_fake_inputs=True)
+    mode = fake_mode()
     with ExitStack() as stack:
         for module in modules:
             stack.enter_context(FakeWeights(module, mode, device))
@@ -353,7 +354,7 @@ def _run_layers_without_weights(recorded: RecordedTask, batch: Any) -> _Runs:
     runs: dict[str, list[_Run]] = {}
     outputs: dict[str, Any] = {}
     for call in recorded.calls:
-        mode = FakeTensorMode(allow_non_fake_inputs=True)
+        mode = fake_mode()
         weights = FakeWeights(call.handle.module, mode, device_of(batch))
         with torch.no_grad():
             args, kwargs = call.arguments(batch, *(outputs[source] for source in call.sources))

@@ -1,5 +1,6 @@
-"""The few calls of the CUDA driver API that torch does not offer, through ctypes: IPC memory handles, and stream memory
-operations. All act on the context that is current in the calling thread, which is torch's.
+"""The few calls of the CUDA driver API that torch does not offer, through ctypes: IPC memory handles, stream memory
+operations, and graphs made of other graphs. All act on the context that is current in the calling thread, which is
+torch's.
 """
 
 from __future__ import annotations
@@ -53,6 +54,44 @@ class Driver:
 
     def free(self, address: int) -> None:
         self._call("cuMemFree_v2", ctypes.c_uint64(address))
+
+    def create_graph(self) -> int:
+        """An empty CUDA graph."""
+        graph = ctypes.c_void_p()
+        self._call("cuGraphCreate", ctypes.byref(graph), ctypes.c_uint(0))
+        assert graph.value
+        return graph.value
+
+    def add_child_graph(self, graph: int, child: int, needs: Sequence[int]) -> int:
+        """A node that runs a copy of `child` after the nodes that it needs; an empty node if `child` has none."""
+        node, num_nodes = ctypes.c_void_p(), ctypes.c_size_t(0)
+        before = (ctypes.c_void_p * max(1, len(needs)))(*needs)
+        self._call("cuGraphGetNodes", ctypes.c_void_p(child), None, ctypes.byref(num_nodes))
+        position = (ctypes.byref(node), ctypes.c_void_p(graph), before, ctypes.c_size_t(len(needs)))
+        if num_nodes.value:
+            self._call("cuGraphAddChildGraphNode", *position, ctypes.c_void_p(child))
+        else:
+            self._call("cuGraphAddEmptyNode", *position)
+        assert node.value
+        return node.value
+
+    def instantiate_graph(self, graph: int) -> int:
+        """An executable form of a graph, which is destroyed."""
+        executable = ctypes.c_void_p()
+        try:
+            self._call(
+                "cuGraphInstantiateWithFlags", ctypes.byref(executable), ctypes.c_void_p(graph), ctypes.c_uint64(0)
+            )
+        finally:
+            self._call("cuGraphDestroy", ctypes.c_void_p(graph))
+        assert executable.value
+        return executable.value
+
+    def launch_graph(self, executable: int, stream: int) -> None:
+        self._call("cuGraphLaunch", ctypes.c_void_p(executable), ctypes.c_void_p(stream))
+
+    def destroy_executable(self, executable: int) -> None:
+        self._call("cuGraphExecDestroy", ctypes.c_void_p(executable))
 
     def export(self, address: int) -> bytes:
         """The IPC handle by which another process maps this allocation."""

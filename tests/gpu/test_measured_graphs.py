@@ -1,0 +1,36 @@
+"""CUDA graphs of layers that are timed. Skipped where there is no GPU."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+from spindle.measure.timing import Graphed, Work, warmed
+
+pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+ROWS, CLASSES = 64, 512
+
+
+def test_a_backward_pass_can_be_replayed_without_its_forward_pass():
+    """Contention is measured so; a second replay must find the targets and indices that the forward pass saved."""
+    device = torch.device("cuda")
+    table, head = nn.Embedding(CLASSES, 256, device=device), nn.Linear(256, CLASSES, device=device)
+    words = torch.arange(ROWS, device=device) * 7 % CLASSES
+
+    def run() -> torch.Tensor:
+        targets = torch.arange(ROWS, device=device)  # made anew, so in the memory of the graph
+        return nn.functional.cross_entropy(head(table(words + 0)), targets)
+
+    parameters = (*table.parameters(), *head.parameters())
+    work = Work(run=run, leaves=(), parameters=parameters, device=device, is_graphed=True)
+    passes = warmed(work)
+    assert isinstance(passes, Graphed)
+    passes.forward()
+    gradients = []
+    for _ in range(3):
+        passes.backward()
+        torch.cuda.synchronize()
+        gradients.append([buffer.clone() for buffer in passes.buffers])
+    for again in gradients[1:]:
+        assert all(map(torch.equal, gradients[0], again))
