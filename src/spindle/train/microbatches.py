@@ -123,14 +123,15 @@ def step_graph(
             batch = None if batches is None else batches[variant, signature]
             if parts is not None and parts.part_tokens is not None and batch is not None:
                 for group in groups_of_ops(profile.graph, code, by_variant[variant]):
-                    items = parts_of_group(group, code, batch, parts.part_tokens)
-                    part_of.update(dict.fromkeys(group, items) if items else {})
+                    of_group = parts_of_group(group, code, batch, parts.part_tokens)
+                    part_of.update(dict.fromkeys(group, of_group) if of_group else {})
             places: dict[int, list[int]] = {}  # by op: its place, or those of its parts
             for position in by_variant[variant]:
                 op, curve = profile.graph.metaops[position], profile.curves[position][0]
                 layers = f"[{op.first_layer}:{op.first_layer + op.num_layers}]"
-                known, lengths, whole = item_code(code[position]), (), 0
-                times = times_of(profile, op)
+                known, times = item_code(code[position]), times_of(profile, op)
+                lengths: tuple[int, ...] = ()
+                whole = 0
                 if known is not None and parts is not None and batch is not None:
                     lengths = item_lengths(known, batch)
                     whole = sum(item_lengths(known, parts.measured[variant]))
