@@ -3,15 +3,25 @@ tokens."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import random
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
+from itertools import pairwise
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.nn.functional as F
 from torch import nn
 
 import spindle
+from spindle.planners import Job, natural_answer
+from spindle.planners.colocate import planner
+from spindle.planners.colocate.planner import layouts_with
+from spindle.planners.options import DEDICATED, FIRST, REPLICATED
+from spindle.planners.pipeline.stages import ranks_of_whole
+from spindle.train import item_parts, microbatches, plan
 from trainings import Training
 from zoo import Workload
 
@@ -247,3 +257,67 @@ def pages(**options: Any) -> Any:
     sources = {"web": Pages("web", 13, 2), "scans": Pages("scans", 7, 4, gets_items=False)}
     mix = {"web": 3, "scans": lambda step: 1 + step}
     return spindle.data.balanced(sources, **{"max_tokens": 24, "mix": mix, "seed": 5, "padding": {"ids": 2}} | options)
+
+
+# Random layouts, parts and orders.
+
+
+class PlansInProcess:
+    """Stands for the planning process, in which nothing can be replaced."""
+
+    def __init__(self) -> None:
+        self._jobs: dict[int, Job] = {}
+
+    def ask(self, job: Job) -> None:
+        self._jobs[job.number] = job
+
+    def best(self, number: int) -> tuple[Any, bool]:
+        answer = natural_answer(self._jobs[number])
+        if answer.error is not None:
+            raise answer.error
+        return answer.program, True
+
+    def keep(self, numbers: Any) -> None:
+        """Nothing is searched any more."""
+
+    def close(self) -> None:
+        """There is no process."""
+
+
+@contextmanager
+def random_parts(seed: int) -> Iterator[None]:
+    """Inside, layouts are drawn at random, items are grouped into random parts, and parts stand on random devices."""
+
+    def parts_of_group(group: Any, code: Any, batch: Any, part_tokens: int) -> list[list[int]]:
+        known = item_parts.item_code(code[group[0]])
+        num_items = known.num_items(batch.nest, batch.lengths)
+        choose = random.Random(f"{seed} {sorted(batch.lengths.items())}")
+        items = choose.sample(range(num_items), num_items)
+        bounds = sorted({0, num_items, *(choose.randrange(num_items) for _ in range(choose.randrange(4)))})
+        return [items[first:last] for first, last in pairwise(bounds)]
+
+    def choose_layout(
+        workload: Any, profile: Any, config: Any, num_ranks: int, measured: Any, sample: Any
+    ) -> tuple[Any, int]:
+        variants = list(workload.bound.tasks)
+        key = tuple(((name, 2, 0),) for name in variants)
+        batches = {(name, 0): measured[name] for name in variants}
+        scales: dict[tuple[str, int], dict[int, float]] = {(name, 0): {} for name in variants}
+        settings = item_parts.PartSettings(1, measured)
+        step = microbatches.step_graph(
+            key, profile, workload.code, scales, None, dict.fromkeys(variants, 1), batches, settings
+        )
+        layouts = layouts_with(step.profile, num_ranks, (REPLICATED, DEDICATED, FIRST), shards_optimizer=False)
+        return random.Random(seed).choice(layouts), 1
+
+    def assigned_parts(profile: Any, layout: Any, replica: Any, *rules: Any) -> list[tuple[int, int]]:
+        choose = random.Random(seed + len(replica.parts))
+        return [(choose.choice(ranks_of_whole(layout, part.chain)), 1) for part in replica.parts]
+
+    with (
+        mock.patch.object(microbatches, "parts_of_group", parts_of_group),
+        mock.patch.object(plan, "_choose_colocation", choose_layout),
+        mock.patch.object(planner, "assigned_parts", assigned_parts),
+        mock.patch.object(microbatches, "BackgroundPlanner", PlansInProcess),
+    ):
+        yield

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 
 import pytest
 
@@ -85,3 +86,44 @@ def _states(steps):
     for _ in range(steps):
         _, state = data.step_after(state, MICRO_STEPS, ROWS)
         yield data.dict_of(state)
+
+
+def train_with_checkpoints(rank, num_ranks, folder, steps):
+    workload = vlm(rows=ROWS, counts=True)
+    data = pages()
+    trainer = spindle.Trainer(
+        workload.tasks,
+        optimizer=sgd,
+        gradient_accumulation_steps=MICRO_STEPS,
+        planning=spindle.Planning(planner="colocate", profile=internals.guessed_profile),
+        checkpoints=spindle.Checkpoints(folder, every=1),
+    )
+    result = trainer.fit({"describe": data}, steps=steps, progress=False)
+    return [losses["describe"] for losses in result.losses], data.state_dict(), dict(trainer.state_dict())
+
+
+def test_a_checkpoint_resumes_data_on_other_ranks(pool, tmp_path):
+    whole, state, weights = pool.run(1, train_with_checkpoints, str(tmp_path / "whole"), 4)[0]
+    first = pool.run(2, train_with_checkpoints, str(tmp_path / "cut"), 2)[0][0]
+    resumed, resumed_state, resumed_weights = pool.run(3, train_with_checkpoints, str(tmp_path / "cut"), 4)[0]
+    assert [*first, *resumed] == pytest.approx(whole, rel=1e-9)
+    assert resumed_state == state
+    for name, tensor in weights.items():
+        assert torch.allclose(resumed_weights[name], tensor, rtol=1e-9, atol=1e-12)
+
+
+def train_on_other_samples(rank, num_ranks):
+    workload = vlm(rows=ROWS)
+    data = pages(mix={"web": 1, "scans": lambda step: 50 * rank * step})  # the first step is the same
+    planning = spindle.Planning(planner="colocate", profile=internals.guessed_profile)
+    trainer = spindle.Trainer(workload.tasks, optimizer=sgd, planning=planning)
+    try:
+        trainer.fit({"describe": data}, steps=9, progress=False)
+    except spindle.errors.TrainingError as error:
+        return str(error)
+
+
+def test_a_rank_with_other_samples_is_named(pool):
+    answers = pool.run(2, train_on_other_samples)
+    message = r"step [1-9]: the loader of task 'describe' gave rank 1 a different batch than rank 0"
+    assert all(re.search(message, answer) for answer in answers)

@@ -7,8 +7,9 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
+from sweeps import RUNS_ALL  # noqa: E402
 from trainings import assert_trained, train  # noqa: E402
-from vlm import vlm_training  # noqa: E402
+from vlm import random_parts, vlm_training  # noqa: E402
 
 
 def train_vlm(rank, num_ranks, plan="colocate", degree=None, **options):
@@ -37,6 +38,26 @@ def train_vlm(rank, num_ranks, plan="colocate", degree=None, **options):
 )
 def test_a_vision_language_model_trains_like_one_process(pool, num_ranks, options):
     assert_trained(pool.run(num_ranks, train_vlm, **options))
+
+
+def train_randomly(rank, num_ranks, seed, degree, **options):
+    with random_parts(seed):
+        return train_vlm(rank, num_ranks, "colocate", degree, **options)
+
+
+@pytest.mark.parametrize(
+    ("num_ranks", "degree", "options"),
+    [
+        (2, 2, {}),
+        (3, 3, {"counts": True}),
+        (4, 2, {"images": "one long"}),
+        (5, 5, {"audio": True}),
+        (6, 3, {"freezes": ("vision",)}),
+    ],
+)
+def test_random_layouts_parts_and_devices_give_the_same_numbers(pool, num_ranks, degree, options):
+    for seed in range(4 if RUNS_ALL else 1):
+        assert_trained(pool.run(num_ranks, train_randomly, 10 * num_ranks + seed, degree, **options))
 
 
 def test_a_module_whose_items_see_each_other_runs_whole(pool):

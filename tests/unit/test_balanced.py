@@ -160,3 +160,22 @@ def test_groups_of_sequences_have_equal_size_and_level_work():
     assert group_sequences([1, 1], 2) == ((0,), (1,))
     with pytest.raises(InputError, match="3 sequences cannot be divided into 2 groups"):
         group_sequences([1, 2, 3], 2)
+
+
+def test_many_small_items_count_beside_one_large():
+    """A pure square would count sixteen images of 64 patches as a sixteenth of one of 1,024."""
+    lengths = [(8, [1024]), (8, [64] * 16), (8, []), (8, [])]
+    data = balanced({"a": Texts([8] * 4)}, lengths=lengths, max_tokens=8)
+    ((first, second), _) = data.step_after(data.state, 2, 2)
+    assert {len(first.item_lengths), len(second.item_lengths)} == {1, 16}
+
+
+def test_samples_are_used_in_the_order_in_which_they_are_drawn():
+    """Packing does not sort: where every sample fits, sequences follow the order of draws, whatever their items."""
+    lengths = [(2, [4 * (number % 5 + 1)]) for number in range(24)]
+    data = balanced({"a": Texts([2] * 24)}, lengths=lengths, max_tokens=4, seed=3)
+    microbatches, _ = data.step_after(data.state, 3, 2)
+    sequences = sorted(sequence for microbatch in microbatches for sequence in microbatch.sequences)
+    order = [data._orders["a"].sample(number) for number in range(12)]
+    drawn = [tuple(("a", number) for number in pair) for pair in zip(order[::2], order[1::2], strict=True)]
+    assert sequences == sorted(drawn)

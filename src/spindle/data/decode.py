@@ -147,7 +147,7 @@ class Decoder:
             return decoded
         cut = {}
         for name, tensor in decoded.items():
-            parts = tensor.split(list(self._rows(name, lengths)))
+            parts = torch.split(tensor, list(self._rows(name, lengths)))
             cut[name] = torch.cat([parts[number] for number in numbers])
         return cut
 

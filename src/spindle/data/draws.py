@@ -58,7 +58,7 @@ def source_of(weights: Mapping[str, float], seed: int, number: int) -> str:
         place -= weight
         if place < 0:
             return name
-    return next(name for name, weight in reversed(weights.items()) if weight > 0)
+    return [name for name, weight in weights.items() if weight > 0][-1]
 
 
 class Order:

@@ -212,7 +212,7 @@ def _link_end(
     if op.items:
         # Parts and what they feed count rows of different things: a part sends all it has.
         made, used = dict.fromkeys(made, (0, 1)), dict.fromkeys(used, (0, 1))
-        directions = tuple((_whole_flows(flows), back) for flows, back in directions)
+        directions = ((_whole_flows(link.forward), False), (_whole_flows(link.backward), True))
     had, wanted = made.get(rank), used.get(rank)
     local = None
     # Rows that a rank both produces and consumes are handed over in memory. A rank without rows (more devices than

@@ -259,7 +259,7 @@ def _choose_colocation(
 def _num_row_elements(task: TracedTask, nest: Any) -> int:
     """Elements of the tensors of a batch that have a row for each sample."""
     leaves = zip(tree_leaves(nest), task.batch_axes, strict=True)
-    return max(1, sum(leaf.numel() for leaf, axis in leaves if axis is not None))
+    return max(1, sum(int(leaf.numel()) for leaf, axis in leaves if axis is not None))
 
 
 def _with_degrees(profile: Profile, workload: AnalyzedWorkload, degrees: Mapping[str, int]) -> Profile:
