@@ -86,8 +86,8 @@ def reach(point: str) -> None:
     number, fault = armed
     if not fault["recovering"] and (recorder.step or 0) < 3:
         return
-    if fault["action"] in ("cut", "flip") and len(steps_in(FOLDER / "saved")) < 2:
-        return
+    if fault["action"] in ("cut", "flip") and len(undamaged_steps()) < 2:
+        return  # with the last good checkpoint everything would be lost
     try:
         descriptor = os.open(mark(number), os.O_WRONLY | os.O_CREAT | os.O_EXCL)
     except FileExistsError:  # another thread of this rank was faster
@@ -109,7 +109,7 @@ def reach(point: str) -> None:
             resource.setrlimit(resource.RLIMIT_FSIZE, (1000, resource.RLIM_INFINITY))
             (FOLDER / "full").touch()
         case "cut" | "flip" as damage:
-            step = steps_in(FOLDER / "saved")[-1]
+            step = undamaged_steps()[-1]
             (FOLDER / f"damaged-{step}").touch()
             newest = FOLDER / "saved" / f"step-{step}"
             names = sorted(path.name for path in newest.iterdir())
@@ -134,8 +134,12 @@ def newest_step(number: int) -> int:
         if fault is FAULTS[number] or fault["recovering"]
     )
     memory = [] if loses_memory else list(Path(os.environ["SPINDLE_MEMORY"]).glob("checkpoints-*"))
-    on_disk = [step for step in steps_in(FOLDER / "saved") if not (FOLDER / f"damaged-{step}").exists()]
-    return max([*on_disk, *(step for folder in memory for step in steps_in(folder))], default=0)
+    return max([*undamaged_steps(), *(step for folder in memory for step in steps_in(folder))], default=0)
+
+
+def undamaged_steps() -> list[int]:
+    """The checkpoints on disk, without those that faults have damaged."""
+    return [step for step in steps_in(FOLDER / "saved") if not (FOLDER / f"damaged-{step}").exists()]
 
 
 def pid_of(target: int | str) -> int:
