@@ -84,7 +84,7 @@ def _index(tokens: Sequence[int], items: Sequence[Sequence[int]], where: str) ->
 def _from_file(path: Path) -> LengthIndex:
     if path.suffix == ".parquet":
         try:
-            from pyarrow import parquet  # type: ignore[import-untyped]
+            from pyarrow import parquet
         except ImportError as error:
             raise InputError(f"{path}: reading Parquet needs pyarrow (pip install pyarrow); or write JSONL") from error
         columns = parquet.read_table(path).to_pydict()

@@ -4,7 +4,14 @@ Nothing is imported here, so that printing a number does not load the drawing co
 """
 
 from spindle.report.bound import bound_report, limit_sentences
-from spindle.report.colocated import ModuleLoad, module_load_lines, module_loads, placement_lines
+from spindle.report.colocated import (
+    ModuleLoad,
+    StepBalance,
+    module_load_lines,
+    module_loads,
+    placement_lines,
+    step_balance,
+)
 from spindle.report.compare import REFERENCE, compared, conclusion
 from spindle.report.explain import explain, headline, sentences
 from spindle.report.fleet_page import FleetReport, fleet_page_data
@@ -39,6 +46,7 @@ __all__ = [
     "ModuleLoad",
     "Run",
     "ShownTimeline",
+    "StepBalance",
     "StepComparison",
     "StepReport",
     "bound_facts",
@@ -79,6 +87,7 @@ __all__ = [
     "search_tables",
     "sentences",
     "settings_lines",
+    "step_balance",
     "step_charts",
     "step_drawing",
     "step_page_data",

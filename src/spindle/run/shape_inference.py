@@ -44,10 +44,9 @@ class ShapeInference:
         """The metadata of all layers' outputs, for batches of which only the shapes matter. Outputs whose shapes depend
         on values are left out, on all ranks alike, and so are calls whose outputs are `known`, by task and call."""
         cuts: Cuts = {}
-        given_by: dict[tuple[str, str | None], PytreeMeta | None] = {}  # by task and call, so far
         known = known or {}
-        for call, inferred in known.items():
-            given_by[call] = inferred
+        given_by: dict[tuple[str, str | None], PytreeMeta | None] = {}  # by task and call, so far
+        given_by.update((call, meta) for call, meta in known.items())
         batch_metas = {task: pytree_meta(batch, 0) for task, batch in batches.items()}
         with ExitStack() as without_values:
             for number in graph.order:
