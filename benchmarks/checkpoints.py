@@ -29,7 +29,7 @@ from spindle.train.saving import Saver
 
 WINDOW, PAIRS = int(os.environ.get("WINDOW", "50")), 3
 WIDTH, NUM_BLOCKS, LENGTH, BATCH = 1024, 4, 2, 4
-COPIED_BYTES = 256 << 20  # beyond any cache, as a rank's share is: 64 MiB are copied 1.15 times as fast
+COPIED_BYTES = 256 << 20  # beyond any cache, as a rank's share is: 64 MiB are copied up to 1.1 times as fast
 
 
 def copy_rates(trainer: spindle.Trainer) -> tuple[float, float]:

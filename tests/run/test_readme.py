@@ -236,7 +236,7 @@ def test_the_layout_names_every_file_and_none_that_does_not_exist():
     named = {Path(name).name for name in re.findall(r"`([\w/]+\.py)`", PAGES["layout.md"])}
     assert named <= {path.name for path in source.rglob("*.py")}
     words = {word.split("/")[-1].removesuffix(".py") for word in re.findall(r"`([\w/.]+)`", PAGES["layout.md"])}
-    one_verb_per_file = {path.stem for path in source.glob("cli/*.py")}
+    one_verb_per_file = {path.stem for path in source.glob("cli/**/*.py")}
     assert {path.stem for path in source.rglob("[!_]*.py")} <= words | one_verb_per_file
 
 
