@@ -78,6 +78,7 @@ def test_training_continues_without_a_scheduler_and_the_next_one_adopts_it(fleet
     assert fleet.wait_for_end("adopted") == "completed"
     assert {line["pid"] for line in steps_of(folder)} == {before["pid"]} == {alone["pid"]}
     assert fleet.job("adopted")["attempt"] == 1
+    assert steps_of(folder)[-1]["cluster"] == "2 x L40S"  # it has measured and planned nothing: no CPU has that profile
     assert is_same(folder, expected)
 
 
@@ -98,14 +99,6 @@ def test_a_job_on_a_lost_node_resumes_elsewhere_on_another_number_of_devices(fle
     lost = [event for event, _ in fleet.log().entries if isinstance(event, NodeLost)]
     assert [event.node for event in lost] == ["node1"]
     fleet.wait(lambda: fleet.status()["nodes"]["node1"], "the node is back, and was checked")
-
-
-def test_a_resumed_job_neither_measures_nor_plans(fleet, expected):
-    """Its profile is that of its cell, which no CPU has."""
-    folder = fleet.submit("planned", STEPS, options=("--kinds", "l40s", "--count", "2"))
-    assert fleet.wait_for_end("planned") == "completed"
-    assert steps_of(folder)[-1]["cluster"] == "2 x L40S"
-    assert is_same(folder, expected)
 
 
 def test_a_killed_rank_is_resumed_and_a_drained_node_is_left(fleet, expected):
@@ -136,9 +129,22 @@ def test_a_script_that_fails_at_the_same_step_again_has_failed_with_its_tracebac
     assert "step 7 is broken" in text
 
 
+def trains_on_beside_a_full_disk(fleet: LiveTestFleet, folder: Path) -> None:
+    """While the store cannot be written, nothing is reallocated."""
+    line = fleet.wait_for_step(folder, 1)
+    assert fleet.scheduler is not None
+    resource.prlimit(fleet.scheduler.pid, resource.RLIMIT_FSIZE, (1000, resource.RLIM_INFINITY))
+    num_events = len(fleet.log().entries)
+    later = fleet.wait_for_step(folder, line["step"] + 6)
+    assert later["pid"] == line["pid"]
+    assert len(fleet.log().entries) <= num_events + 1
+    assert fleet.is_up()
+    resource.prlimit(fleet.scheduler.pid, resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
+
+
 def test_a_job_is_stopped_with_a_checkpoint_and_resumed_and_the_fleet_goes_down_and_up(fleet, expected):
     folder = fleet.submit("stopped", STEPS, "--every", "1000", *PAUSED, options=("--count", "1"))
-    fleet.wait_for_step(folder, 3)
+    trains_on_beside_a_full_disk(fleet, folder)
     assert fleet.call("stop", "stopped")[0] == 0
     fleet.wait(lambda: not processes_of(folder), "its ranks are gone")
     fleet.wait(lambda: fleet.job("stopped")["phase"] == "suspended", "it is suspended")
@@ -182,21 +188,6 @@ def test_a_fleet_joins_a_ray_that_others_started(fleet, tmp_path):
     finally:
         joined.down()
     assert fleet.is_up()  # of which nothing was ended
-
-
-def test_with_a_full_disk_nothing_is_reallocated_and_jobs_train_on(fleet, expected):
-    folder = fleet.submit("full", STEPS, "--pause", "0.2", options=("--kinds", "l40s", "--count", "1"))
-    line = fleet.wait_for_step(folder, 1)
-    assert fleet.scheduler is not None
-    resource.prlimit(fleet.scheduler.pid, resource.RLIMIT_FSIZE, (1000, resource.RLIM_INFINITY))
-    num_events = len(fleet.log().entries)
-    later = fleet.wait_for_step(folder, line["step"] + 8)
-    assert later["pid"] == line["pid"]
-    assert len(fleet.log().entries) <= num_events + 1
-    assert fleet.is_up()
-    resource.prlimit(fleet.scheduler.pid, resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
-    assert fleet.wait_for_end("full") == "completed"
-    assert is_same(folder, expected)
 
 
 def test_recorded_events_give_the_same_actions_and_every_device_had_one_job(fleet, capsys):
@@ -246,7 +237,9 @@ def test_what_is_wrong_is_said_in_one_sentence_and_nothing_is_submitted(fleet, t
     code, text = fleet.call("submit", str(tmp_path / "fails.py"))
     assert code == 2
     assert "it failed with the error above" in text
-    huge = refused("submit", "--name", "huge", "--kinds", "l40s", script, str(tmp_path), "1", "--size", "60000")
+    huge = refused(
+        "submit", "--name", "huge", "--kinds", "l40s", "--count", "1", script, str(tmp_path), "1", "--size", "20000"
+    )
     assert "job 'huge' fits in no cell of fleet that it accepts; the least that would do is" in huge
     assert "submitted before" in refused("submit", "--name", "adopted", script)
     assert "no job is called 'nobody'" in refused("stop", "nobody")

@@ -34,7 +34,7 @@ def test_a_job_on_slurm_leaves_a_drained_node_and_survives_the_scheduler(cluster
     fleet = LiveTestFleet(tmp_path, "", "--engine", "slurm", "--interval", "1", "--reallocation", "1")
     try:
         fleet.up()
-        folder = fleet.submit("moved", STEPS, "--pause", "0.5", options=("--count", "2", "--kinds", "a100,l40s"))
+        folder = fleet.submit("moved", STEPS, "--pause", "0.3", options=("--count", "2", "--kinds", "a100,l40s"))
         line = fleet.wait_for_step(folder, 3)
         job = fleet.job("moved")
         fleet.kill_scheduler()

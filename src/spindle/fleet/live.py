@@ -126,13 +126,15 @@ class LiveFleet:
     _unsaved: deque[_Unsaved] = field(default_factory=deque)
     _executed: deque[tuple[int, float]] = field(default_factory=deque)  # actions to be confirmed
     _identities: dict[str, str] = field(default_factory=dict)
-    _drained: set[str] = field(default_factory=set)
+    _drained: set[str] = field(default_factory=set)  # by a user
+    _leaving: set[str] = field(default_factory=set)  # as the cluster says
     _planning: dict[tuple[str, Any], int] = field(default_factory=dict)  # actions to confirm
     _next_nodes_s: float = 0.0
     _next_write_s: float = 0.0
     _next_nag_s: float = 0.0
     _down_command: int | None = None
     _num_new: int = 0  # events since the last snapshot
+    _is_going_down: bool = False
     _is_lost: bool = False  # the engine does not answer
 
     def __post_init__(self) -> None:
@@ -162,7 +164,7 @@ class LiveFleet:
             for planned in self.planner.done():
                 self._planned(planned)
             if self._down_command is not None:
-                self._go_down()
+                self.go_down()
                 return
             now_s = self.clock.now_s()
             if self.state.next_round_s is not None and now_s >= self.state.next_round_s:
@@ -355,11 +357,22 @@ class LiveFleet:
             )
             record = self._new_record(action)
             self.store.write_attempts([record])
-            self.engine.start(start)
+            try:
+                self.engine.start(start)
+            except (EngineLostError, StoreError):
+                raise
+            except FleetError as error:  # tried again
+                self._nag_start(job, error)
+                continue
             del self._starts[job]
             self._attempts[job, action.attempt] = _Attempt(record=record, start_action=pending.number)
             nodes = ", ".join(f"{share.num_devices} of {share.node}" for share in action.nodes)
             self.notify(f"{job}: attempt {action.attempt} on {action.cell.text} ({nodes})")
+
+    def _nag_start(self, job: str, error: FleetError) -> None:
+        if time.monotonic() >= self._next_nag_s:
+            self._next_nag_s = time.monotonic() + _NAG_S
+            self.notify(f"{job} cannot be started now, and is tried again: {error}")
 
     def _new_record(self, action: Start | Resize) -> AttemptRecord:
         return AttemptRecord(
@@ -536,9 +549,11 @@ class LiveFleet:
                 continue
             self._identities[name] = now.identity
             if name in self.state.unavailable and name not in self._drained and now.drain_s is None:
+                self._leaving.discard(name)
                 self.notify(f"node {name} has joined")
                 self._tell(NodeJoined(time_s=self.clock.now_s(), node=name))
-            elif now.drain_s is not None and name not in self._drained:
+            elif now.drain_s is not None and name not in self._leaving:
+                self._leaving.add(name)
                 self._drain(name, now.drain_s)
 
     def _node_lost(self, name: str) -> None:
@@ -553,15 +568,17 @@ class LiveFleet:
         for job, pending in list(self._starts.items()):
             if any(share.node == name for share in pending.action.nodes):
                 self._drop_start(job)
-        self.notify(
-            f"node {name} is lost" + (f"; its jobs resume: {', '.join(job for job, _ in keys)}" if keys else "")
-        )
+        self._leaving.discard(name)
+        jobs = ", ".join(job for job, _ in keys)
+        if not self._is_going_down:
+            self.notify(f"node {name} is lost" + (f"; its jobs resume: {jobs}" if jobs else ""))
+        stopped = [(key, self._saved_step(self._attempts[key])) for key in keys if key not in running]
         self._tell(NodeLost(time_s=self.clock.now_s(), node=name, attempts=tuple(lost)), discards=keys)
+        for (job, number), step in stopped:  # told to stop before
+            self._tell(Stopped(time_s=self.clock.now_s(), job=job, attempt=number, step=float(step)))
 
     def _drain(self, node: str, drain_s: float, answers: tuple[tuple[int, str], ...] = ()) -> None:
         now_s = self.clock.now_s()
-        self._drained.add(node)
-        self.store.set_meta("drained", json.dumps(sorted(self._drained)))
         self.notify(f"node {node} is drained: its jobs leave within {drain_s:.0f} s")
         self._tell(Draining(time_s=now_s, node=node, deadline_s=now_s + drain_s), answers=answers)
 
@@ -579,9 +596,11 @@ class LiveFleet:
             return False
         self._is_lost = False
         self.notify("the cluster answers again")
-        for key in self.engine.adopt():  # of before, which nobody waits for
-            self.engine.stop(key, self.grace_s)
-            self.engine.discard(key)
+        records = {(record.job, record.attempt): record for record in self.store.attempts()}
+        for key in self.engine.adopt():  # where a head came back with what it knew: these are counted as lost
+            if key in records:
+                self._attempts[key] = _Attempt(record=records[key])
+                self._stop(key, None)
         return True
 
     # Commands.
@@ -618,9 +637,9 @@ class LiveFleet:
             case "drain":
                 node = body["node"]
                 self.state.fleet.node_number(node)
+                self._drained = self._drained - {node} if body.get("ends") else self._drained | {node}
+                self.store.set_meta("drained", json.dumps(sorted(self._drained)))
                 if body.get("ends"):
-                    self._drained.discard(node)
-                    self.store.set_meta("drained", json.dumps(sorted(self._drained)))
                     self._tell(NodeJoined(time_s=now_s, node=node), answers=answers)
                 else:
                     self._drain(node, float(body.get("within_s") or _DRAIN_S), answers)
@@ -639,10 +658,8 @@ class LiveFleet:
         raise FleetError(f"no job is called {name!r}; `spindle fleet status` lists them")
 
     def go_down(self) -> None:
-        """Stop every job after a checkpoint, and end the fleet's machines. The next `up` resumes."""
-        self._go_down()
-
-    def _go_down(self) -> None:
+        """Stop every job after a checkpoint; all nodes leave. The next `up` resumes."""
+        self._is_going_down = True
         self.notify("stopping all jobs, after a checkpoint")
         for key in self._attempts:
             self.engine.stop(key, self.grace_s)
