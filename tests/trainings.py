@@ -24,6 +24,7 @@ from spindle.profile import Profile
 from spindle.run import held_parameters
 from spindle.train import FitResult
 from spindle.train.record import record_all
+from spindle.train.task import Mean
 from workloads import handles_in, workload_named
 from zoo import Workload
 
@@ -285,6 +286,11 @@ def train_plainly(
         before_step(step)
         optimizer.zero_grad()
         losses: dict[str, list[float]] = {}
+        tokens = {
+            task.name: [task.tokens(batch) for batches in microbatches if (batch := batches.get(task.name))]
+            for task in tasks
+            if task.tokens is not None
+        }
         for batches in microbatches:
             total: Any = 0.0
             for task in tasks:
@@ -292,10 +298,15 @@ def train_plainly(
                 if batch is None:
                     continue
                 with torch.autocast(device.type, dtype=autocast) if autocast else nullcontext():
-                    loss = loss_value(task(batch))
-                losses.setdefault(task.name, []).append(loss.item())
+                    result = task(batch)
+                    loss = loss_value(result) if not isinstance(result, Mean) or result.count else 0 * result.total
                 weight = task.weight(step) if callable(task.weight) else task.weight
-                total = total + weight * loss / len(microbatches)
+                share, scale = 1 / len(microbatches), 1.0
+                if isinstance(result, Mean) and task.tokens is not None:
+                    share = task.tokens(batch) / sum(tokens[task.name])
+                    scale = share * len(tokens[task.name])
+                losses.setdefault(task.name, []).append(loss.item() * scale)
+                total = total + weight * loss * share
             if isinstance(total, torch.Tensor):
                 total.backward()
         if max_grad_norm is not None:

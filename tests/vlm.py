@@ -3,20 +3,30 @@ tokens."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import random
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
+from itertools import pairwise
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.nn.functional as F
 from torch import nn
 
 import spindle
+from spindle.planners import Job, natural_answer
+from spindle.planners.colocate import planner
+from spindle.planners.colocate.planner import layouts_with
+from spindle.planners.options import DEDICATED, FIRST, REPLICATED
+from spindle.planners.pipeline.stages import ranks_of_whole
+from spindle.train import item_parts, microbatches, plan
 from trainings import Training
 from zoo import Workload
 
 WIDTH, HEADS, VOCABULARY, MERGE = 8, 2, 11, 4
-IMAGE_TOKEN = 0
+IMAGE_TOKEN, SOUND_TOKEN = 0, 1
 
 
 class Attention(nn.Module):
@@ -49,7 +59,7 @@ class Block(nn.Module):
 class Encoder(nn.Module):
     """Patches of images in one sequence; four of them become a row of the output."""
 
-    def __init__(self, num_layers: int, patch_size: int, is_per_item: bool = True, pools: bool = False) -> None:
+    def __init__(self, num_layers: int, patch_size: int, is_per_item: bool = True) -> None:
         super().__init__()
         self.embed = nn.Linear(patch_size, WIDTH)
         self.blocks = nn.ModuleList(Block(is_per_item) for _ in range(num_layers))
@@ -98,48 +108,216 @@ def vlm_batch(number: int, rows: int, images: Sequence[int], tokens: int = 24, p
     return batch
 
 
-def images_of(number: int, most: int = 5) -> tuple[int, ...]:
-    """Sizes of the images of a batch: 0 to `most` images of 1 to 9 output rows."""
+def images_of(number: int) -> tuple[int, ...]:
+    """Sizes of the images of a batch: five in the first, then 0 to 5, of 1 to 9 output rows."""
     generator = torch.Generator().manual_seed(77 + number)
-    count = int(torch.randint(0, most + 1, (1,), generator=generator)) if number else most
+    count = int(torch.randint(0, 6, (1,), generator=generator)) if number else 5
     return tuple(torch.randint(1, 10, (count,), generator=generator).tolist())
+
+
+IMAGES: dict[str, Callable[[int], tuple[int, ...]]] = {
+    "some": images_of,
+    "few": lambda number: (7,) if number % 2 == 0 else (),
+    "equal": lambda number: (4,) * (number % 3 + 1),
+    "steps without": lambda number: images_of(number) if number < 3 else (),
+    "none": lambda number: (),
+    "one long": lambda number: (17, 1, 1) if number % 2 else (1, 17, 2),
+}
 
 
 def vlm(
     rows: int = 2,
-    images: Callable[[int], tuple[int, ...]] = images_of,
+    images: str = "some",
     num_layers: tuple[int, int] = (3, 4),
     freezes: tuple[str, ...] = (),
     is_per_item: bool = True,
     mean: bool = True,
+    counts: bool = False,
+    audio: bool = False,
 ) -> Workload:
+    """A vision-language model. With `counts`, batches differ in how many tokens their loss counts, and say so a step
+    ahead; with `audio`, recordings pass an encoder of their own and the same projector."""
     torch.manual_seed(3)
     modules = {
         "vision": Encoder(num_layers[0], 3, is_per_item).double(),
         "projector": nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.GELU(), nn.Linear(WIDTH, WIDTH)).double(),
         "embed": nn.Embedding(VOCABULARY, WIDTH).double(),
         "language": Language(num_layers[1]).double(),
+        **({"hearing": Encoder(2, 2).double()} if audio else {}),
     }
     for name in freezes:
         modules[name].requires_grad_(False)
     handles = {name: spindle.module(name, module) for name, module in modules.items()}
-    vision, projector, embed, language = handles.values()
+    vision, projector, embed, language = (handles[name] for name in ("vision", "projector", "embed", "language"))
+    items = {"patches": "lengths", **({"frames": "frame_lengths"} if audio else {})}
 
-    @spindle.task(batch_size=rows, items={"patches": "lengths"})
+    @spindle.task(batch_size=rows, items=items, tokens=counted if counts else None)
     def describe(batch):
         x = embed(batch["ids"])
-        if "patches" in batch:
+        if batch.get("patches") is not None:
             seen = projector(vision(batch["patches"], batch["lengths"]))
             x = x.masked_scatter((batch["ids"] == IMAGE_TOKEN)[..., None], seen)
+        if audio and batch["frames"] is not None:
+            heard = projector(handles["hearing"](batch["frames"], batch["frame_lengths"]))
+            x = x.masked_scatter((batch["ids"] == SOUND_TOKEN)[..., None], heard)
         losses = F.cross_entropy(language(x).flatten(0, 1), batch["labels"].flatten(), reduction="none")
+        if counts:
+            is_counted = (batch["labels"] != 0).flatten()
+            return spindle.mean((losses * is_counted).sum(), is_counted.sum())
         return spindle.mean(losses.sum(), losses.shape[0]) if mean else losses.mean()
 
-    return Workload(
-        tasks=[describe],
-        batches=lambda number: {"describe": vlm_batch(number, rows, images(number))},
-        handles=handles,
-    )
+    def batches(number: int) -> Any:
+        batch = vlm_batch(number, rows, IMAGES[images](number))
+        if counts and number % 2:
+            batch["labels"][:, number % 5 :] = 0  # nothing is left in every tenth
+        return {"describe": with_sound(batch, number) if audio else batch}
+
+    return Workload(tasks=[describe], batches=batches, handles=handles)
+
+
+def counted(batch: Any) -> int:
+    return int((batch["labels"] != 0).sum())
+
+
+def with_sound(batch: Any, number: int) -> Any:
+    """The batch with recordings of one or two output rows, or None for them in every third."""
+    batch |= {"patches": batch.get("patches"), "lengths": batch.get("lengths")}
+    if number % 3 == 2:
+        return batch | {"frames": None, "frame_lengths": None}
+    rows = (1, 2, 1)[: 1 + number % 3]
+    flat = batch["ids"].view(-1)
+    text = (flat != IMAGE_TOKEN).nonzero()[:, 0]
+    flat[text] = flat[text].clamp(min=2)
+    flat[text[: sum(rows)]] = SOUND_TOKEN
+    generator = torch.Generator().manual_seed(number)
+    frames = torch.randn(MERGE * sum(rows), 2, generator=generator, dtype=torch.float64)
+    return batch | {"frames": frames, "frame_lengths": MERGE * torch.tensor(rows)}
 
 
 def vlm_training(micro_steps: int = 3, **options: Any) -> Training:
     return Training(workload=partial(vlm, **options), options={"gradient_accumulation_steps": micro_steps})
+
+
+# Balanced data.
+
+
+class Pages:
+    """Documents of text with images, of different lengths; counts what was decoded."""
+
+    def __init__(self, name: str, num_samples: int, most_images: int, gets_items: bool = True) -> None:
+        self.name, self.decoded = name, []  # type: ignore[var-annotated]
+        generator = torch.Generator().manual_seed(len(name))
+        self._samples = []
+        for _ in range(num_samples):
+            count = int(torch.randint(most_images + 1, (1,), generator=generator))
+            images = torch.randint(1, 4, (count,), generator=generator).tolist()
+            text = int(torch.randint(2, 9, (1,), generator=generator))
+            self._samples.append((text, images))
+        if gets_items:
+            self.get_items = self._get_items
+
+    def __len__(self) -> int:
+        return len(self._samples)
+
+    def lengths(self, number: int) -> tuple[int, list[int]]:
+        text, images = self._samples[number]
+        return text + sum(images), [MERGE * rows for rows in images]
+
+    def _generator(self, number: int) -> torch.Generator:
+        return torch.Generator().manual_seed(1000 * len(self.name) + number)
+
+    def get_fields(self, number: int, names: Sequence[str]) -> dict[str, torch.Tensor]:
+        self.decoded.append((number, tuple(sorted(names))))
+        text, images = self._samples[number]
+        generator = self._generator(number)
+        ids = torch.randint(2, VOCABULARY, (text + sum(images),), generator=generator)
+        ids[: sum(images)] = IMAGE_TOKEN
+        labels = torch.randint(1, VOCABULARY, (len(ids),), generator=generator)
+        return {name: {"ids": ids, "labels": labels}[name] for name in names}
+
+    def _get_items(self, number: int, names: Sequence[str], items: Sequence[int]) -> dict[str, torch.Tensor]:
+        self.decoded += [(number, item) for item in items]
+        images = [self._image(number, item) for item in items]
+        return {"patches": torch.cat(images)}
+
+    def _image(self, number: int, item: int) -> torch.Tensor:
+        generator = torch.Generator().manual_seed(100 * number + item)
+        rows = MERGE * self._samples[number][1][item]
+        return torch.randn(rows, 3, generator=generator, dtype=torch.float64)
+
+    def __getitem__(self, number: int) -> dict[str, torch.Tensor]:
+        images = range(len(self._samples[number][1]))
+        sample = self.get_fields(number, ("ids", "labels"))
+        if images:
+            sample["patches"] = torch.cat([self._image(number, item) for item in images])
+        return sample
+
+
+def pages(**options: Any) -> Any:
+    sources = {"web": Pages("web", 13, 2), "scans": Pages("scans", 7, 4, gets_items=False)}
+    mix = {"web": 3, "scans": lambda step: 1 + step}
+    return spindle.data.balanced(sources, **{"max_tokens": 24, "mix": mix, "seed": 5, "padding": {"ids": 2}} | options)
+
+
+# Random layouts, parts and orders.
+
+
+class PlansInProcess:
+    """Stands for the planning process, in which nothing can be replaced."""
+
+    def __init__(self) -> None:
+        self._jobs: dict[int, Job] = {}
+
+    def ask(self, job: Job) -> None:
+        self._jobs[job.number] = job
+
+    def best(self, number: int) -> tuple[Any, bool]:
+        answer = natural_answer(self._jobs[number])
+        if answer.error is not None:
+            raise answer.error
+        return answer.program, True
+
+    def keep(self, numbers: Any) -> None:
+        """Nothing is searched any more."""
+
+    def close(self) -> None:
+        """There is no process."""
+
+
+@contextmanager
+def random_parts(seed: int) -> Iterator[None]:
+    """Inside, layouts are drawn at random, items are grouped into random parts, and parts stand on random devices."""
+
+    def parts_of_group(group: Any, code: Any, batch: Any, part_tokens: int) -> list[list[int]]:
+        known = item_parts.item_code(code[group[0]])
+        num_items = known.num_items(batch.nest, batch.lengths)
+        choose = random.Random(f"{seed} {sorted(batch.lengths.items())}")
+        items = choose.sample(range(num_items), num_items)
+        bounds = sorted({0, num_items, *(choose.randrange(num_items) for _ in range(choose.randrange(4)))})
+        return [items[first:last] for first, last in pairwise(bounds)]
+
+    def choose_layout(
+        workload: Any, profile: Any, config: Any, num_ranks: int, measured: Any, sample: Any
+    ) -> tuple[Any, int]:
+        variants = list(workload.bound.tasks)
+        key = tuple(((name, 2, 0),) for name in variants)
+        batches = {(name, 0): measured[name] for name in variants}
+        scales: dict[tuple[str, int], dict[int, float]] = {(name, 0): {} for name in variants}
+        settings = item_parts.PartSettings(1, measured)
+        step = microbatches.step_graph(
+            key, profile, workload.code, scales, None, dict.fromkeys(variants, 1), batches, settings
+        )
+        layouts = layouts_with(step.profile, num_ranks, (REPLICATED, DEDICATED, FIRST), shards_optimizer=False)
+        return random.Random(seed).choice(layouts), 1
+
+    def assigned_parts(profile: Any, layout: Any, replica: Any, *rules: Any) -> list[tuple[int, int]]:
+        choose = random.Random(seed + len(replica.parts))
+        return [(choose.choice(ranks_of_whole(layout, part.chain)), 1) for part in replica.parts]
+
+    with (
+        mock.patch.object(microbatches, "parts_of_group", parts_of_group),
+        mock.patch.object(plan, "_choose_colocation", choose_layout),
+        mock.patch.object(planner, "assigned_parts", assigned_parts),
+        mock.patch.object(microbatches, "BackgroundPlanner", PlansInProcess),
+    ):
+        yield

@@ -8,6 +8,7 @@ What a training script uses:
 - `packed(values, lengths)` is an entry of a batch in which samples have different numbers of rows (patches of images).
 - `Trainer(tasks, optimizer=...)` plans and trains them; `Planning(...)` controls how, `Checkpoints(...)` where and when
   state is saved. `Trainer.fit` returns a `FitResult`, `Trainer.train_state` a `TrainState`.
+- `data.balanced(sources, max_tokens=...)` draws, packs and balances samples of several datasets.
 - `hf.options(training_arguments)` converts the `TrainingArguments` of a script for `transformers.Trainer`.
 - A `Callback` is called after planning, after each step (`StepRecord`) and evaluation (`EvaluationRecord`), and at the
   end of a fit. `JSONLines`, `TensorBoard`, `WeightsAndBiases` and `MLflow` are callbacks that log.
@@ -23,6 +24,7 @@ from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from spindle import data as data
     from spindle import hf as hf
     from spindle.train import (
         Callback,
@@ -68,8 +70,8 @@ __version__ = "0.1.0"
 
 
 def __getattr__(name: str) -> Any:
-    if name == "hf":
-        return import_module("spindle.hf")
+    if name in ("data", "hf"):
+        return import_module(f"spindle.{name}")
     if name not in __all__:
         raise AttributeError(f"module 'spindle' has no attribute {name!r}")
     if find_spec("torch") is None:

@@ -54,6 +54,7 @@ PARTS = {
     "zero1": Part(files=("test_sharded.py",)),
     "pipelines": Part(files=("test_pipelined.py", "test_pipeline_training.py")),
     "colocated": Part(files=("test_colocated.py",)),
+    "balanced-data": Part(files=("test_balanced_data.py",)),
     "changes": Part(files=("test_changing.py",)),
     "combined": Part(files=("test_combined.py",)),
     "sequence": Part(files=("test_sequence.py",)),

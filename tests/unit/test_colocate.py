@@ -52,7 +52,7 @@ from spindle.recipes import (
     step_of,
 )
 from spindle.recipes.multimodal import language_chain, vit_chain
-from spindle.report import module_load_lines, module_loads, placement_lines
+from spindle.report import module_load_lines, module_loads, placement_lines, step_balance
 from spindle.simulate import simulate
 from spindle.workload import LANGUAGE, VISION, Microbatch, items_in_parts
 
@@ -276,6 +276,12 @@ def test_a_report_says_how_level_modules_are_and_what_other_placements_take():
     profile = profiled(batch)
     layout = next(layout for layout in layouts_with(profile, 2, (REPLICATED,)) if layout.chains[0].tensor_degree == 1)
     plan, _ = planned(profile, layout)
+    program = lower(plan, profile)
+    balance = step_balance(simulate(program, profile), program, profile.graph)
+    assert 1 <= balance.together <= max(balance.parts, balance.others)
+    whole = batch_profile(SMALL, batch, None, cluster_named("h800x4"), SEMU)
+    spread = make_plan(whole, "static", PlanOptions(pipeline_ranks=2))
+    assert step_balance(simulate(lower(spread, whole), whole), lower(spread, whole), whole.graph) is None
     loads = {load.module: load for load in module_loads(plan, profile)}
     assert loads["vision"].num_parts == 6
     assert loads["vision"].num_shared >= 1

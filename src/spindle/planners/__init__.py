@@ -8,6 +8,7 @@ from functools import partial
 
 from spindle.errors import InputError
 from spindle.plan import Plan
+from spindle.planners.balance import group_sequences
 from spindle.planners.baselines import schedule_distmm, schedule_sequential, schedule_task_level
 from spindle.planners.bounds import (
     LpSolution,
@@ -58,6 +59,7 @@ __all__ = [
     "compare_placements",
     "graph_bound",
     "graph_bound_s",
+    "group_sequences",
     "lower_hull",
     "lp_bound",
     "make_plan",

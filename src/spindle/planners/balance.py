@@ -450,3 +450,19 @@ def _assign_sequences(times, sizes, num_replicas, limit):
             count[slow] -= 1
             count[best_other] += 1
     return replica, load, used
+
+
+def group_sequences(work: Sequence[int], num_groups: int) -> tuple[tuple[int, ...], ...]:
+    """Sequences in groups of equal size and level work: longest first to the group with least work that is not full.
+    Numbers inside a group rise, and groups are in the order of their first sequences."""
+    if num_groups < 1 or len(work) % num_groups:
+        raise InputError(f"{len(work)} sequences cannot be divided into {num_groups} groups of equal size")
+    size = len(work) // num_groups
+    groups: list[list[int]] = [[] for _ in range(num_groups)]
+    total = [0] * num_groups
+    for sequence in sorted(range(len(work)), key=lambda sequence: (-work[sequence], sequence)):
+        open_groups = (group for group in range(num_groups) if len(groups[group]) < size)
+        group = min(open_groups, key=lambda group: (total[group], group))
+        groups[group].append(sequence)
+        total[group] += work[sequence]
+    return tuple(sorted(tuple(sorted(group)) for group in groups))

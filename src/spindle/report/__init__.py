@@ -4,9 +4,17 @@ Nothing is imported here, so that printing a number does not load the drawing co
 """
 
 from spindle.report.bound import bound_report, limit_sentences
-from spindle.report.colocated import ModuleLoad, module_load_lines, module_loads, placement_lines
+from spindle.report.colocated import (
+    ModuleLoad,
+    StepBalance,
+    module_load_lines,
+    module_loads,
+    placement_lines,
+    step_balance,
+)
 from spindle.report.compare import REFERENCE, compared, conclusion
 from spindle.report.explain import explain, headline, sentences
+from spindle.report.fleet_page import FleetReport, fleet_page_data
 from spindle.report.gantt import Chart, columns_for, draw, plan_chart, timeline_chart
 from spindle.report.html import page_html
 from spindle.report.idle import idle_causes, idle_sentences
@@ -34,9 +42,11 @@ __all__ = [
     "REFERENCE",
     "STEPS",
     "Chart",
+    "FleetReport",
     "ModuleLoad",
     "Run",
     "ShownTimeline",
+    "StepBalance",
     "StepComparison",
     "StepReport",
     "bound_facts",
@@ -51,6 +61,7 @@ __all__ = [
     "draw",
     "draw_steps",
     "explain",
+    "fleet_page_data",
     "headline",
     "idle_causes",
     "idle_sentences",
@@ -76,6 +87,7 @@ __all__ = [
     "search_tables",
     "sentences",
     "settings_lines",
+    "step_balance",
     "step_charts",
     "step_drawing",
     "step_page_data",

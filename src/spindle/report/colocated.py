@@ -9,10 +9,12 @@ from dataclasses import dataclass
 import numpy as np
 
 from spindle.display import count_of, percent, seconds
+from spindle.graph import MetaGraph
 from spindle.plan import Plan
 from spindle.profile import Profile
-from spindle.program import lower
+from spindle.program import Program, lower
 from spindle.simulate.costs import passes_s
+from spindle.timeline import Timeline
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -65,6 +67,30 @@ def module_loads(plan: Plan, profile: Profile) -> list[ModuleLoad]:
         )
         for module, times in busy.items()
     ]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepBalance:
+    """The slowest device over the mean of all devices, in one step: of calls in parts, of all others, and together."""
+
+    parts: float
+    others: float
+    together: float
+
+
+def step_balance(timeline: Timeline, program: Program, graph: MetaGraph) -> StepBalance | None:
+    """How level a simulated or measured step is; None if none of its calls runs in parts."""
+    is_part = np.array([bool(graph.metaops[shape.op].items) for shape in program.slots], dtype=bool)
+    if not is_part.any():
+        return None
+    slot_of = np.array([getattr(instruction, "slot", -1) for instruction in program.instructions])[timeline.instruction]
+    time_ns = (timeline.end - timeline.start)[slot_of >= 0]
+    ranks, parts = timeline.rank[slot_of >= 0], is_part[slot_of[slot_of >= 0]]
+    busy = [
+        np.bincount(ranks[chosen], weights=time_ns[chosen], minlength=timeline.num_ranks) for chosen in (parts, ~parts)
+    ]
+    slowest = [float(times.max() / max(times.mean(), 1e-30)) for times in (*busy, busy[0] + busy[1])]
+    return StepBalance(parts=slowest[0], others=slowest[1], together=slowest[2])
 
 
 def module_load_lines(loads: Sequence[ModuleLoad]) -> list[str]:

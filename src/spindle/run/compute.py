@@ -93,7 +93,8 @@ class Compute:
             self._seed(step, slot, slot.first_layer)
         batch = _batch(step, slot, self._batch_axes[slot.task]) if slot.rows else None
         whole = step.batches[slot.task] if step.check_losses and slot.task not in step.held else None
-        loss, metrics = loss_part(slot.code, slot, batch, trees, self._world, check_with=whole)
+        num_tokens = step.micro_step.token_counts.get(slot.task)
+        loss, metrics = loss_part(slot.code, slot, batch, trees, self._world, check_with=whole, num_tokens=num_tokens)
         return SlotOutput([Piece(inputs=(), outputs=loss)], (loss, metrics))
 
     def _run_layers(
@@ -284,7 +285,7 @@ class Compute:
     def loss_factors(self, step: Step) -> dict[int, float]:
         """The factors by which the gradients of losses are scaled, without the loss scale, by slot."""
         return {
-            slot.number: _loss_factor(step, slot.code)
+            slot.number: _loss_factor(step, slot.code, slot.task)
             for slot in self._rank_program.slots.values()
             if isinstance(slot.code, LossCode) and slot.task in step.signatures
         }
@@ -294,7 +295,7 @@ class Compute:
         if step.graphs is not None and step.graphs.step_graph is not None:
             return step.graphs.step_graph.loss_gradient(slot.number, loss)
         assert isinstance(slot.code, LossCode)
-        gradient = torch.full_like(loss, _loss_factor(step, slot.code))
+        gradient = torch.full_like(loss, _loss_factor(step, slot.code, slot.task))
         if step.loss_scale is not None:
             gradient = (gradient * step.loss_scale).to(gradient.dtype)
         return gradient
@@ -425,7 +426,8 @@ def _batch(step: Step, slot: RankSlot, axes: Axes) -> Any:
     """A slot's rows of its task's batch, or a part's items."""
     tree = step.batches[slot.task]
     if slot.items and isinstance(slot.code, LayersCode) and slot.code.items is not None:
-        return cut_items(tree, slot.code.items, step.lengths[slot.task], slot.items)
+        held = step.held_items.get(slot.task)
+        return cut_items(tree, slot.code.items, step.lengths[slot.task], slot.items, held)
     if slot.task not in step.held:
         return cut(tree, axes, slot.num_rows, slot.begin, slot.end)
     leaves, spec = tree_flatten(tree)
@@ -439,10 +441,10 @@ def _batch(step: Step, slot: RankSlot, axes: Axes) -> Any:
     return tree_unflatten(parts, spec)
 
 
-def _loss_factor(step: Step, code: LossCode) -> float:
+def _loss_factor(step: Step, code: LossCode, task: str) -> float:
     """A task's weight scales the gradient of its loss, not the loss: a CUDA graph has the loss as it was captured."""
     weight = code.weight(step.number) if callable(code.weight) else code.weight
-    return weight / step.micro_step.count
+    return weight * step.micro_step.weights.get(task, 1.0) / step.micro_step.count
 
 
 def seed_of(*parts: object) -> int:

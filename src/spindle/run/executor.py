@@ -39,7 +39,7 @@ from spindle.run.pytrees import Axes, PytreeMeta
 from spindle.run.rank_program import held_parameters, rank_program_of, tensor_groups
 from spindle.run.recompute_offload import HostOffload
 from spindle.run.shards import Shards
-from spindle.run.step import HostCopy, MicroStep, Pace, Step, Watch
+from spindle.run.step import HostCopy, MicroStep, Pace, ReadBytes, Step, Watch
 from spindle.run.step_graph import StepGraph, accumulate
 from spindle.run.syncs import Syncs, Updates
 from spindle.run.tensor_parallel import TENSOR
@@ -86,6 +86,7 @@ class Executor:
         )
         self._transfers = Transfers(program, self._rank_program, world)
         self.reads, self.uses = self._rank_program.reads, self._rank_program.uses
+        self.items_used = self._rank_program.items_used
         self.held = held_parameters(program, graph, world.rank)
         trainable = {number for number in self.held if graph.parameters[number].trainable}
         self._syncs: Syncs = Syncs(
@@ -148,19 +149,22 @@ class Executor:
         held: Mapping[str, tuple[tuple[int, int], ...]] | None = None,
         cuts: Mapping[tuple[int, int], PytreeMeta] | None = None,
         lengths: Mapping[str, Lengths] | None = None,
+        held_items: Mapping[str, tuple[int, ...]] | None = None,
         loss_scale: torch.Tensor | None = None,
         check_losses: bool = False,
         timed: bool = True,
+        read_bytes: ReadBytes | None = None,
     ) -> tuple[HostCopy, Watch]:
         """Run a step, or one micro-step of it, on whole batches, of which each slot takes its rows.
 
         `signatures` are digests of the shapes of all tasks' batches; a task without one is left out. For a batch of
         which this rank has only some rows, `held` has the rows of each leaf. `cuts` has, by op and number of layers,
         the shapes that cross that cut; all ranks must give the same ones, or none, in which case senders send the
-        metadata first. `lengths` has the rows of items, by task with parts. The last micro-step synchronises gradients
+        metadata first. `lengths` has the rows of items, by task with parts, and `held_items` which of them are here,
+        where not all are. The last micro-step synchronises gradients
         and runs the optimizer. Losses are multiplied by `loss_scale` for backward. Returns this rank's parts of the
         tasks' losses, then of the totals and counts of `metrics`, all of which add up over ranks; and the times of a
-        timed step.
+        timed step, with what `read_bytes` reads.
         """
         step = Step(
             number=number,
@@ -170,6 +174,7 @@ class Executor:
             held=held or {},
             cuts=cuts or {},
             lengths=lengths or {},
+            held_items=held_items or {},
             loss_scale=loss_scale,
             new=self._transfers.new(signatures),
             micro_step=micro_step or MicroStep(tasks=frozenset(signatures)),
@@ -181,7 +186,7 @@ class Executor:
             if task not in signatures:
                 step.done_chunks |= chunks
         with on_compute_stream(self.world.device):
-            watch = Watch(self.world.device, timed)
+            watch = Watch(self.world.device, timed, read_bytes=read_bytes)
             self.graph_cache.use(step)
             num_sets = len(self.graph_cache)
             self._run(step, optimizer, watch)
@@ -296,7 +301,7 @@ class Executor:
                 f"in step {step.number} on rank {self.world.rank}, {self._rank_program.describe(instruction)}"
             )
             raise
-        watch.end[position] = watch.now()
+        watch.note_end(position)
 
     def _is_on(self, step: Step, instruction: Instruction) -> bool:
         """Whether an instruction runs in this step."""

@@ -60,9 +60,16 @@ class ItemCode:
         return len(lengths[entry]) if entry is not None else int(batch[name].shape[0])
 
 
-def cut_items(batch: Any, code: ItemCode, lengths: Lengths, items: Sequence[int]) -> Any:
-    """A batch with only these items, in this order, in the entries of an item call; other entries as they are."""
+def cut_items(
+    batch: Any, code: ItemCode, lengths: Lengths, items: Sequence[int], held: Sequence[int] | None = None
+) -> Any:
+    """A batch with only these items, in this order, in the entries of an item call; other entries as they are. With
+    `held`, the batch has only those of its items."""
     cut = dict(batch)
+    if held is not None:
+        lengths = {name: tuple(rows[item] for item in held) for name, rows in lengths.items()}
+        places = {item: place for place, item in enumerate(held)}
+        items = [places[item] for item in items]
     for name, entry in code.entries:
         if batch[name] is not None:
             cut[name] = tree_map(

@@ -17,12 +17,19 @@ from spindle.run.world import World, peers
 
 
 def loss_part(
-    code: LossCode, slot: RankSlot, batch: Any, trees: dict[str, Any], world: World, check_with: Any = None
+    code: LossCode,
+    slot: RankSlot,
+    batch: Any,
+    trees: dict[str, Any],
+    world: World,
+    check_with: Any = None,
+    num_tokens: int | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """This rank's part of a task's loss, over its rows, and total and count of each metric; the parts of all ranks add
     up.
 
-    With `check_with`, the whole batch, the sums are compared with those of the whole batch.
+    With `check_with`, the whole batch, the sums are compared with those of the whole batch; with `num_tokens`, what
+    the loss counts with what `tokens(batch)` did.
     """
     result: Any = torch.zeros((), device=world.device)
     values: tuple[Any, ...] = (0.0,) * len(code.metrics)
@@ -42,6 +49,13 @@ def loss_part(
             count = count.clone()
             with peers("counting"):
                 dist.all_reduce(count, group=world.group("loss", slot.ranks))
+        if num_tokens is not None:
+            if not count.is_cuda and float(count) != num_tokens:  # a GPU would have to be waited for
+                raise TrainingError(
+                    f"task {slot.task!r}: tokens(batch) gives {num_tokens} for a batch whose spindle.mean counts "
+                    f"{float(count):g}; batches of a step are weighed by their tokens, so let both count the same"
+                )
+            count = count.clamp(min=1)  # a batch without tokens has no share of the step's loss
         result = result / count.to(result.dtype)
     elif code.per_sample_mean:
         result = result * (slot.rows / slot.num_rows)

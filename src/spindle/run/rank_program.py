@@ -111,17 +111,33 @@ class RankProgram:
     @property
     def reads(self) -> frozenset[str]:
         """Tasks whose batch this rank needs."""
-        return frozenset(task for task, _, _, _ in self.uses)
+        return frozenset((*(task for task, _, _, _ in self.uses), *self.items_used))
 
     @property
     def uses(self) -> list[tuple[str, Callable[..., Any], int, int]]:
-        """The code that reads batches: task, function and rows."""
+        """The code that reads batches, but for parts: task, function and rows."""
         uses = []
         for slot in self.slots.values():
+            if slot.items:
+                continue
             code = slot.code.loss if isinstance(slot.code, LossCode) else slot.code.arguments
             if code is not None and (slot.begins_call or isinstance(slot.code, LossCode)):
                 uses.append((slot.task, code, slot.begin, slot.end))
         return uses
+
+    @property
+    def items_used(self) -> dict[str, tuple[int, ...]]:
+        """The items that parts on this rank read, by task."""
+        items: dict[str, set[int]] = {}
+        for slot in self.slots.values():
+            if (
+                slot.items
+                and slot.begins_call
+                and isinstance(slot.code, LayersCode)
+                and slot.code.arguments is not None
+            ):
+                items.setdefault(slot.task, set()).update(slot.items)
+        return {task: tuple(sorted(numbers)) for task, numbers in items.items()}
 
     def launches_before(self, instructions: Sequence[Instruction]) -> dict[int, int]:
         """For each instruction of the compute lane, how many operations of the common launch order precede it: up to
@@ -196,7 +212,7 @@ def _link_end(
     if op.items:
         # Parts and what they feed count rows of different things: a part sends all it has.
         made, used = dict.fromkeys(made, (0, 1)), dict.fromkeys(used, (0, 1))
-        directions = tuple((_whole_flows(flows), back) for flows, back in directions)
+        directions = ((_whole_flows(link.forward), False), (_whole_flows(link.backward), True))
     had, wanted = made.get(rank), used.get(rank)
     local = None
     # Rows that a rank both produces and consumes are handed over in memory. A rank without rows (more devices than

@@ -45,7 +45,8 @@ class ShapeInference:
         on values are left out, on all ranks alike, and so are calls whose outputs are `known`, by task and call."""
         cuts: Cuts = {}
         known = known or {}
-        given_by: dict[tuple[str, str | None], PytreeMeta | None] = dict(known)  # by task and call, so far
+        given_by: dict[tuple[str, str | None], PytreeMeta | None] = {}  # by task and call, so far
+        given_by.update((call, meta) for call, meta in known.items())
         batch_metas = {task: pytree_meta(batch, 0) for task, batch in batches.items()}
         with ExitStack() as without_values:
             for number in graph.order:

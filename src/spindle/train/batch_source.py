@@ -15,6 +15,7 @@ import torch
 
 from spindle.checkpoint import SavedLoader
 from spindle.run import on_device
+from spindle.train.balanced_feed import BalancedFeed
 from spindle.train.config import TrainConfig
 from spindle.train.feed import Batch, Feed, LoaderPosition
 from spindle.train.header import BatchHeader
@@ -94,6 +95,8 @@ class BatchSource:
     def leave_out_read_ahead(self) -> None:
         """Forget the batches that were read for a step that will not run: the next fit starts with them."""
         self.num_asked = self.num_trained
+        for name, number in self.num_asked.items():
+            self.feeds[name].rewind(number)
         self._num_read_ahead = {}
 
     def _reads(self, task: str) -> bool:
@@ -136,7 +139,7 @@ class BatchSource:
         that are read in parts are divided anew."""
         for number, row in enumerate(headers):
             for task, header in row.items():
-                if isinstance(self.feeds[task], SampleFeed):
+                if isinstance(self.feeds[task], SampleFeed | BalancedFeed):
                     if self._reads(task):
                         position = self.num_asked[task] - len(headers) + number
                         batches[number][task] = replace(self._fetch(task, position), variant=header.variant)
@@ -147,6 +150,7 @@ class BatchSource:
     def broadcast(self, batch: Batch | None, source: int) -> Batch:
         """Broadcast one rank's batch; through the host, because ranks have different devices."""
         if batch is not None and self._world.rank == source:
+            batch = batch.loaded()
             batch = replace(batch, nest=on_device(batch.nest, torch.device("cpu")))
         result: Batch = self._world.broadcast_object(batch, source)
         return result

@@ -11,7 +11,7 @@ from __future__ import annotations
 import copy
 import random
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field, fields, replace
 from typing import Any, TypeGuard
@@ -47,6 +47,13 @@ class Batch:
     tokens: int = 0
     held: Held | None = None
     lengths: Lengths = field(default_factory=dict)  # of items
+    item_entries: frozenset[str] = frozenset()
+    # Of a batch of which only the shapes are here: decodes entries and items of it, or all without them.
+    load: Callable[[Collection[str] | None, Collection[int] | None], Any] | None = None
+
+    def loaded(self, fields: Collection[str] | None = None, items: Collection[int] | None = None) -> Batch:
+        """The batch with values: of these entries and items, or of all of them."""
+        return self if self.load is None else replace(self, nest=self.load(fields, items), load=None)
 
 
 RandomState = tuple[Any, Any, Any]
@@ -167,6 +174,9 @@ class Feed:
         while len(self._kept) <= number:
             self._kept.append(self._read())
         return self._kept[number]
+
+    def rewind(self, number: int) -> None:
+        """Batches from this number on were read and will not be trained on."""
 
     def close(self) -> None:
         """Stop reading ahead."""

@@ -7,9 +7,11 @@ from typing import Any
 
 from torch.utils.data import DistributedSampler
 
+from spindle.data import Balanced
 from spindle.errors import CheckpointError, TrainingError
 from spindle.run import World
 from spindle.train.agreement import compare
+from spindle.train.balanced_feed import BalancedFeed
 from spindle.train.feed import Feed, LoaderPosition, RandomState, draw, random_state
 from spindle.train.samples import StreamedSamples, by_number, is_streaming, sample_feed
 from spindle.train.session import TrainSession
@@ -62,6 +64,8 @@ def make_feed(
         "facts": facts,
         "bar": session.progress.bar,
     }
+    if isinstance(loader, Balanced):
+        return BalancedFeed(loader, config.gradient_accumulation_steps, **shared)
     feed = sample_feed(loader, config.seed, session.num_batches[definition.name], **shared)
     if feed is None:
         return Feed(loader=loader, **shared)

@@ -31,8 +31,8 @@ def fields_of(code: Callable[..., Any]) -> frozenset[str]:
         return frozenset({EVERYTHING})
     batch = next(node for node in graph.nodes if node.op == "placeholder")
     keys = [user.args[1] if user.target is operator.getitem else EVERYTHING for user in batch.users]
-    names = frozenset(key for key in keys if isinstance(key, str) and key != EVERYTHING)
-    return names if len(names) == len(set(keys)) else frozenset({EVERYTHING})
+    names = [key for key in keys if isinstance(key, str) and key != EVERYTHING]  # of a tensor, keys are slices
+    return frozenset(names if len(names) == len(keys) else {EVERYTHING})
 
 
 def item_entries(definition: TaskDefinition) -> dict[str, str | None]:
@@ -113,6 +113,18 @@ def lengths_in(definition: TaskDefinition, batch: Any) -> dict[str, tuple[int, .
                 "have the rows of each item, in order"
             )
     return lengths
+
+
+def with_two_items(definition: TaskDefinition, batch: Any) -> Any:
+    """A batch in which an item that is alone comes twice. Sizes of one are recorded as constants."""
+    if not has_items(definition, batch):
+        return batch
+    entries, widened = item_entries(definition), dict(batch)
+    for name, rows in entries.items():
+        counted = batch.get(name if rows is None else rows)
+        if isinstance(counted, torch.Tensor) and len(counted) == 1 and isinstance(batch.get(name), torch.Tensor):
+            widened[name] = torch.cat([batch[name], batch[name]])
+    return widened
 
 
 def with_lengths(signature: int, lengths: Lengths) -> int:

@@ -19,9 +19,10 @@ from spindle.run import Gathering, HostCopy, copied_to
 from spindle.train.agreement import compare, config_items, module_items
 from spindle.train.batch_source import BatchSource, MakeFeed, StepBatches, StepHeaders
 from spindle.train.config import TrainConfig
-from spindle.train.feed import Feed, LoaderPosition
+from spindle.train.feed import Batch, Feed, LoaderPosition
 from spindle.train.garbage import frozen_objects
 from spindle.train.header import Table, check_changes, header_row, idle_in, is_stopped, read_batch_headers, saves_in
+from spindle.train.items import EVERYTHING, fields_of
 from spindle.train.memory import FitMemory
 from spindle.train.reporting import LOSSES_BEHIND, StepReports
 from spindle.train.result import FitResult
@@ -292,13 +293,22 @@ class Loop:
             None if last_s is None else _SEARCH_SHARE * last_s,
         )
 
+    def _reads_memory(self, step: int) -> bool:
+        """Whether what this rank holds is read in the step that is about to run, for the run's folder. Compiled layers
+        cannot be counted on a CPU."""
+        is_countable = self._world.device.type == "cuda" or not any(
+            handle.compile is not None for handle in self._session.current_runtime.workload.bound.handles.values()
+        )
+        return self._config.run_folder is not None and is_countable and self._times.wants_memory(step)
+
     def _step(self, step: int, headers: StepHeaders, batches: StepBatches) -> list[tuple[StepRun, HostCopy]]:
         """Run a step. Returns its runs, each with its losses."""
         world, checked, update = self._world, self._session.checked, self._session.update
         assert update is not None
         runs = []
         microbatches = microbatches_of(headers, self._session.variants)
-        steps = self._session.current_runtime.steps.runs(microbatches, len(headers), batches)
+        runtime = self._session.current_runtime
+        steps = runtime.steps.runs(microbatches, len(headers), batches)
         for number, run in enumerate(steps):
             variants = {microbatch.variant for microbatch in run.microbatches.values()}
             read = {
@@ -306,10 +316,12 @@ class Loop:
                 for name, microbatch in run.microbatches.items()
                 if microbatch.task in batches[microbatch.micro_step]
             }
+            read, held_items = _with_values(run, read)
             is_timed = number == 0 and run.is_as_planned and self._times.is_timed(step)
             if is_timed:
                 world.synchronize()  # a timeline needs a common start, as the simulator has
-            with self._memory.counted():
+            is_read = number == 0 and run.is_as_planned and self._reads_memory(step)
+            with self._memory.read(runtime, update) if is_read else self._memory.counted() as read_bytes:
                 losses, watch = run.executor.step(
                     step,
                     {name: copied_to(world.device, batch.nest) for name, batch in read.items()},
@@ -319,15 +331,37 @@ class Loop:
                     held={name: batch.held for name, batch in read.items() if batch.held is not None},
                     cuts=run.cuts,
                     lengths=run.lengths,
+                    held_items=held_items,
                     loss_scale=None if update.loss_scale is None else update.loss_scale.scale,
                     check_losses=run.checks_losses and not checked.issuperset(variants),
                     timed=is_timed,
+                    read_bytes=read_bytes,
                 )
             if run.checks_losses:
                 checked.update(variants)
-            if run.is_as_planned:
+            if is_read:
+                self._times.keep_memory(watch, run.executor.program)
+            elif run.is_as_planned:
                 self._times.compare_compute(watch, run.executor.program, run.profile)
             if is_timed:
                 self._times.keep(step, watch, run.executor.program, run.profile)
             runs.append((run, losses))
         return runs
+
+
+def _with_values(run: StepRun, batches: Mapping[str, Batch]) -> tuple[dict[str, Batch], dict[str, tuple[int, ...]]]:
+    """The batches of a run with values, and which of their items are here, where not all are: of balanced data, only
+    what this rank's slots read is decoded."""
+    loaded: dict[str, Batch] = {}
+    held: dict[str, tuple[int, ...]] = {}
+    for name, batch in batches.items():
+        fields = frozenset().union(*(fields_of(code) for task, code, _, _ in run.executor.uses if task == name))
+        if batch.load is None or run.checks_losses or EVERYTHING in fields:
+            loaded[name] = batch.loaded()
+            continue
+        reads_all_items = not batch.item_entries.isdisjoint(fields)
+        items = None if reads_all_items else run.executor.items_used.get(name, ())
+        loaded[name] = batch.loaded(fields, items)
+        if items is not None:
+            held[name] = items
+    return loaded, held

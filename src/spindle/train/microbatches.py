@@ -23,7 +23,17 @@ from spindle.graph import MetaGraph, MetaOp
 from spindle.planners import Job, Layout, PlanOptions
 from spindle.profile import Curve, Profile
 from spindle.program import Program
-from spindle.run import Cuts, Lengths, LossCode, OpCode, PytreeMeta, ShapeInference, TensorMeta, meta_of_items
+from spindle.run import (
+    Cuts,
+    Lengths,
+    LossCode,
+    OpCode,
+    PytreeMeta,
+    ShapeInference,
+    TensorMeta,
+    meta_of_items,
+    signature_of,
+)
 from spindle.train.background_planner import BackgroundPlanner
 from spindle.train.item_parts import (
     BatchItems,
@@ -40,6 +50,7 @@ from spindle.train.item_parts import (
 
 EVALUATIONS = 2000
 _MOST_GRAPHS = 8  # of steps, kept
+_ENOUGH_ALIKE = 4  # batches with other items and the same shapes behind them
 _MOST_KEPT = 32  # programs of steps with the same batches
 
 Part = tuple[str, int, int]  # of a step: a variant, its rows, and the signature of its batch
@@ -112,14 +123,15 @@ def step_graph(
             batch = None if batches is None else batches[variant, signature]
             if parts is not None and parts.part_tokens is not None and batch is not None:
                 for group in groups_of_ops(profile.graph, code, by_variant[variant]):
-                    items = parts_of_group(group, code, batch, parts.part_tokens)
-                    part_of.update(dict.fromkeys(group, items) if items else {})
+                    of_group = parts_of_group(group, code, batch, parts.part_tokens)
+                    part_of.update(dict.fromkeys(group, of_group) if of_group else {})
             places: dict[int, list[int]] = {}  # by op: its place, or those of its parts
             for position in by_variant[variant]:
                 op, curve = profile.graph.metaops[position], profile.curves[position][0]
                 layers = f"[{op.first_layer}:{op.first_layer + op.num_layers}]"
-                known, lengths, whole = item_code(code[position]), (), 0
-                times = times_of(profile, op)
+                known, times = item_code(code[position]), times_of(profile, op)
+                lengths: tuple[int, ...] = ()
+                whole = 0
                 if known is not None and parts is not None and batch is not None:
                     lengths = item_lengths(known, batch)
                     whole = sum(item_lengths(known, parts.measured[variant]))
@@ -207,6 +219,9 @@ class Microbatches:
         }
         self._measured = {variant: self._sizes(variant, cuts) for variant, cuts in self._example_cuts.items()}
         self._batches: dict[tuple[str, int], BatchItems] = {}  # by variant and signature
+        self._cuts: dict[tuple[str, int], Cuts] = {}
+        # By variant and signature of the entries without items: how many batches in a row had these shapes.
+        self._alike: dict[tuple[str, int], tuple[int, Cuts]] = {}
         self._scales: dict[tuple[str, int], dict[int, float]] = {}
         self.owning_ranks: dict[int, tuple[int, ...]] = {}
         self._planner: BackgroundPlanner | None = None
@@ -216,17 +231,43 @@ class Microbatches:
         self._count = 0
 
     def infer_cuts(self, variant: str, signature: int, batch: BatchItems) -> Cuts | None:
-        """The shapes that cross cuts between layers for a batch without values; None if its shape is known."""
+        """The shapes that cross cuts between layers for a batch without values; None if its shape is known.
+
+        Where item calls run in parts, the other calls mostly have the same shapes whatever the lengths of items: after
+        a few batches that differ in these alone and agree, shapes are not inferred anew. A batch that did not follow
+        would be refused when it is sent.
+        """
         if (variant, signature) in self._scales:
             return None
         self._batches[variant, signature] = batch
-        known = self._item_outputs(variant, variant, batch)
-        cuts = self.forms.of(self.profile.graph, self._code, {variant: batch.nest}, known)
+        rows_key = (variant, self._rows_signature(variant, batch))
+        alike = self._alike.get(rows_key, (0, {}))
+        if alike[0] >= _ENOUGH_ALIKE:
+            cuts = alike[1]
+        else:
+            known = self._item_outputs(variant, variant, batch)
+            cuts = self.forms.of(self.profile.graph, self._code, {variant: batch.nest}, known)
+            if self._has_parts:
+                self._alike[rows_key] = (alike[0] + 1 if cuts == alike[1] else 1, cuts)
         measured, sizes = self._measured[variant], self._sizes(variant, cuts)
         self._scales[variant, signature] = {
             op: size / measured[op] for op, size in sizes.items() if measured.get(op) and size
         }
-        return cuts
+        self._cuts[variant, signature] = cuts
+        return None if alike[0] >= _ENOUGH_ALIKE else cuts
+
+    def _rows_signature(self, variant: str, batch: BatchItems) -> int:
+        """A signature of the entries of a batch that have no rows of items."""
+        entries = {
+            name
+            for position, op in enumerate(self.profile.graph.metaops)
+            if op.task == variant and (known := item_code(self._code[position])) is not None
+            for name, _ in known.entries
+        }
+        nest = batch.nest
+        return signature_of(
+            {name: value for name, value in nest.items() if name not in entries} if isinstance(nest, dict) else nest
+        )
 
     def _item_outputs(self, variant: str, task: str, batch: BatchItems) -> dict[tuple[str, str], PytreeMeta]:
         """The outputs of item calls that run in parts, which follow from the lengths of items and the first batch."""
@@ -246,25 +287,27 @@ class Microbatches:
 
     def cuts(self, step: StepGraph, key: Key) -> Cuts:
         """The shapes that cross cuts between layers in a step."""
-        batches, known = {}, {}
-        for micro_step, taken in enumerate(key):
-            for variant, _, signature in taken:
-                task = microbatch_name(variant, micro_step)
-                batch = self._batches[variant, signature]
-                batches[task] = batch.nest
-                known |= self._item_outputs(variant, task, batch)
+        cuts: Cuts = {}
+        taken = {
+            microbatch_name(variant, micro_step): (variant, rows, signature)
+            for micro_step, parts in enumerate(key)
+            for variant, rows, signature in parts
+        }
         graph = step.profile.graph
-        cuts = self.forms.of(graph, step.code, batches, known)
         positions = {(op.task, op.call, op.first_layer): place for place, op in enumerate(self.profile.graph.metaops)}
         for place, op in enumerate(graph.metaops):
-            if op.items:
-                variant = step.variants[op.task]
-                signature = next(part[2] for part in key[op.microbatch] if part[0] == variant)
-                batch = self._batches[variant, signature]
-                example = self._output_of_example(variant, positions[variant, op.whole_call, op.first_layer])
-                known_code = item_code(step.code[place])
-                if example is not None and known_code is not None and known_code.can_split and _ends_call(graph, place):
-                    cuts[place, op.num_layers] = meta_of_items(example, known_code, batch.lengths, op.items)
+            variant, rows, signature = taken[op.task]
+            position = positions[variant, op.whole_call, op.first_layer]
+            if not op.items:
+                inferred = self._cuts[variant, signature]
+                for layers in range(1, op.num_layers + 1):
+                    if (position, layers) in inferred:
+                        cuts[place, layers] = replace(inferred[position, layers], num_rows=rows)
+                continue
+            example, known = self._output_of_example(variant, position), item_code(step.code[place])
+            if example is not None and known is not None and known.can_split and _ends_call(graph, place):
+                lengths = self._batches[variant, signature].lengths
+                cuts[place, op.num_layers] = meta_of_items(example, known, lengths, op.items)
         return cuts
 
     def lengths(self, key: Key) -> dict[str, Lengths]:
@@ -279,6 +322,7 @@ class Microbatches:
         """Forget the shapes of all batches."""
         self._scales.clear()
         self._batches.clear()
+        self._cuts.clear()
 
     def _sizes(self, variant: str, cuts: Cuts) -> dict[int, int]:
         """By op of a variant: how many elements its first layer gives; a loss is as large as what it reads."""

@@ -223,6 +223,9 @@ def _choose_colocation(
             )
             for number in range(max(config.gradient_accumulation_steps, *map(len, variants.values())))
         )
+    # Modules of variants that the step does not have need a place, too.
+    missing = set(tasks).difference(name for row in key for name, _, _ in row)
+    key += tuple(((name, tasks[name].recorded.definition.batch_size, 0),) for name in tasks if name in missing)
     sizes = []  # of all items of a microbatch
     for group in groups_of_ops(graph, code, range(len(graph.metaops))):
         known, variant = item_code(code[group[0]]), graph.metaops[group[0]].task
@@ -256,7 +259,7 @@ def _choose_colocation(
 def _num_row_elements(task: TracedTask, nest: Any) -> int:
     """Elements of the tensors of a batch that have a row for each sample."""
     leaves = zip(tree_leaves(nest), task.batch_axes, strict=True)
-    return max(1, sum(leaf.numel() for leaf, axis in leaves if axis is not None))
+    return max(1, sum(int(leaf.numel()) for leaf, axis in leaves if axis is not None))
 
 
 def _with_degrees(profile: Profile, workload: AnalyzedWorkload, degrees: Mapping[str, int]) -> Profile:

@@ -32,7 +32,7 @@ from spindle.models import (
 )
 from spindle.run import on_device, pytree_meta
 from spindle.train.composites import open_graph, split_loss
-from spindle.train.items import Entries, entries_of_call
+from spindle.train.items import Entries, entries_of_call, with_two_items
 from spindle.train.packed import Packed, entries_of, unpack
 from spindle.train.packed_parts import pad_packed_outputs
 from spindle.train.recording_notices import INSTEAD, note_method, prints_noticed
@@ -387,6 +387,7 @@ def cut_all(tasks: Sequence[RecordedTask], examples: Mapping[str, Any]) -> list[
 
 def _cut(task: RecordedTask, example: Any, known: dict[Any, tuple[Chain, Callable[[], Any]]]) -> RecordedTask:
     mode = fake_mode()
+    example = with_two_items(task.definition, example)
     batch = tree_map(lambda leaf: fake_like(mode, leaf), example)
     outputs: dict[str, Callable[[], Any]] = {}
     calls = []

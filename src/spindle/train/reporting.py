@@ -123,10 +123,15 @@ class StepReports:
         self._session.callbacks.call("on_step", record)
 
 
-def _places(run: StepRun) -> tuple[dict[int, str], dict[int, str]]:
+LossPlace = tuple[str, float | None]  # a task, and the share of its loss in the step's, where not all count alike
+
+
+def _places(run: StepRun) -> tuple[dict[int, LossPlace], dict[int, str]]:
     """Where a run has the losses of tasks among its values, and the totals of metrics (`task/name`)."""
     tasks = run.profile.graph.tasks
-    losses = {tasks.index(name): microbatch.task for name, microbatch in run.microbatches.items()}
+    losses = {
+        tasks.index(name): (microbatch.task, run.shares.get(name)) for name, microbatch in run.microbatches.items()
+    }
     metrics = {
         len(tasks) + 2 * number: f"{run.microbatches[name].task}/{metric}"
         for number, (name, metric) in enumerate(run.executor.metrics)
@@ -136,19 +141,20 @@ def _places(run: StepRun) -> tuple[dict[int, str], dict[int, str]]:
 
 
 def loss_and_metric_sums(
-    parts: Sequence[tuple[HostCopy, Mapping[int, str], Mapping[int, str]]],
+    parts: Sequence[tuple[HostCopy, Mapping[int, LossPlace], Mapping[int, str]]],
     counts: Mapping[str, int],
     metrics: Sequence[str],
 ) -> list[float]:
-    """This rank's part of each task's loss, a mean over the task's `counts` micro-steps; then total and count of each
+    """This rank's part of each task's loss, a mean over the task's `counts` micro-steps, weighed by their shares of the
+    step where they have one; then total and count of each
     metric. `parts` are the values of the programs that a step ran, with the task of every position that has a loss, and
     the metric of every position that has its total, which its count follows. Waits for a GPU."""
     losses = dict.fromkeys(counts, 0.0)
     totals = {name: [0.0, 0.0] for name in metrics}
     for copy, tasks, metric_places in parts:
         values = copy.tolist()
-        for position, task in tasks.items():
-            losses[task] += values[position] / counts[task]
+        for position, (task, share) in tasks.items():
+            losses[task] += values[position] * (1 / counts[task] if share is None else share)
         for position, name in metric_places.items():
             totals[name][0] += values[position]
             totals[name][1] += values[position + 1]

@@ -17,6 +17,7 @@ from spindle.planners import make_plan
 from spindle.profile import Profile
 from spindle.program import COMPUTE, Program, lower
 from spindle.report import (
+    StepBalance,
     StepComparison,
     columns_for,
     compare_step,
@@ -26,6 +27,7 @@ from spindle.report import (
     largest_differences,
     loss_table,
     loss_text,
+    step_balance,
     step_charts,
     step_tables,
     write_trace,
@@ -75,6 +77,16 @@ class FitResult:
             return None
         return compare_step(self.predicted, self.measured, self.program, self.graph)
 
+    @property
+    def balance(self) -> tuple[StepBalance, StepBalance] | None:
+        """How level the measured step is, or the predicted one without it, and the predicted one; None where no call
+        runs in parts, and on one rank."""
+        predicted = step_balance(self.predicted, self.program, self.graph)
+        if predicted is None or self.program.num_ranks == 1:
+            return None
+        measured = None if self.measured is None else step_balance(self.measured, self.program, self.graph)
+        return measured or predicted, predicted
+
     def print(self, *, full: bool = False) -> None:
         """Print losses, and the predicted and the measured step, on rank 0: a summary, or everything with `full`."""
         if self.rank:
@@ -108,6 +120,16 @@ class FitResult:
             waiting_s = totals.idle.measured_s + totals.transfer.measured_s + totals.sync.measured_s
             idle = percent(waiting_s / totals.step.measured_s)
             rows.append(("idle", f"{idle} of device time, with waiting for data"))
+        if self.balance is not None:
+            shown, foreseen = self.balance
+            rows.append(
+                (
+                    "balance",
+                    f"{shown.together:.2f} x the mean on the slowest device, {foreseen.together:.2f} predicted; "
+                    f"encoders {shown.parts:.2f} ({foreseen.parts:.2f}), all else {shown.others:.2f} "
+                    f"({foreseen.others:.2f})",
+                )
+            )
         if self.program.num_ranks > 1 and not self.plan.passes and self.plan.planner != "sequential":
             alone_s = make_plan(self.profile, "sequential").makespan_s
             rows.append(("speedup", f"{alone_s / self.predicted.makespan_s:.2f} over one module at a time, predicted"))

@@ -7,8 +7,8 @@ only gets the runs of a step.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -62,8 +62,23 @@ class StepRun:
     micro_step: MicroStep
     checks_losses: bool  # whether a loss that is summed from parts is compared with the whole one first
     is_as_planned: bool = True  # whether its batches have the sizes that were planned for
+    shares: Mapping[str, float] = field(default_factory=dict)  # of the step's tokens, where losses are weighed by them
     cuts: Mapping[tuple[int, int], PytreeMeta] = field(default_factory=dict)
     lengths: Mapping[str, Lengths] = field(default_factory=dict)  # rows of items
+
+
+def shares_of_tokens(microbatches: Sequence[Microbatch], weighed: Collection[str]) -> dict[int, float]:
+    """By position of a microbatch whose variant is `weighed` by tokens: its share of those of its task in the step."""
+    totals: dict[str, int] = {}
+    chosen = [number for number, microbatch in enumerate(microbatches) if microbatch.variant in weighed]
+    for number in chosen:
+        task, tokens = microbatches[number].task, microbatches[number].header.tokens
+        totals[task] = totals.get(task, 0) + tokens
+    return {
+        number: microbatches[number].header.tokens / totals[microbatches[number].task]
+        for number in chosen
+        if totals[microbatches[number].task]
+    }
 
 
 class Steps:
@@ -71,8 +86,13 @@ class Steps:
 
     plans_ahead: bool  # whether a step should be announced while the step before runs
 
-    def __init__(self, main: Executor) -> None:
+    def __init__(self, main: Executor, workload: AnalyzedWorkload) -> None:
         self.main = main
+        self._weighed = frozenset(
+            name
+            for name, task in workload.bound.tasks.items()
+            if task.recorded.is_mean and task.recorded.definition.tokens is not None
+        )
         self._needs: dict[str, Needs] = {}
 
     def needs(self, variant: str) -> Needs:
@@ -170,22 +190,31 @@ class StaticSteps(Steps):
     ) -> None:
         self._planned, self._shards, self._world = planned, shards, world
         self._make = _Executors(workload, parameters, config, world)
-        super().__init__(self._make.of_plan(planned.program, shards, captures=True))
+        super().__init__(self._make.of_plan(planned.program, shards, captures=True), workload)
         self._planned_rows = {name: task.recorded.definition.batch_size for name, task in workload.bound.tasks.items()}
         self._executors = {tuple(self._planned_rows.values()): self.main}
 
     def runs(self, microbatches: Sequence[Microbatch], num_micro_steps: int, batches: MicroSteps) -> Iterator[StepRun]:
         # The optimizer steps after the last micro-step, with the gradients of all variants that any of them used.
         used: frozenset[str] = frozenset()
+        shares = shares_of_tokens(microbatches, self._weighed) if num_micro_steps > 1 else {}
         for number in range(num_micro_steps):
             taken = {microbatch.variant: microbatch for microbatch in microbatches if microbatch.micro_step == number}
             used |= frozenset(taken)
             executor = self._executor_for({name: microbatch.header.num_rows for name, microbatch in taken.items()})
+            taken_shares = {
+                microbatches[place].variant: share
+                for place, share in shares.items()
+                if microbatches[place].micro_step == number
+            }
             yield StepRun(
                 executor=executor,
                 profile=self._planned.profile,
                 microbatches=taken,
-                micro_step=MicroStep(number, num_micro_steps, used),
+                micro_step=_weighed_step(
+                    MicroStep(number, num_micro_steps, used), taken_shares, taken, num_micro_steps
+                ),
+                shares=taken_shares,
                 checks_losses=True,
                 is_as_planned=executor is self.main,
             )
@@ -221,7 +250,7 @@ class PipelinedSteps(Steps):
         """`examples` has the batch on which each task variant was measured."""
         self._workload, self._layout, self._world = workload, layout, world
         self._make = _Executors(workload, parameters, config, world)
-        super().__init__(self._make.of_plan(planned.program, None, captures=False))
+        super().__init__(self._make.of_plan(planned.program, None, captures=False), workload)
         self._last = self.main
         modules = [handle.module for handle in workload.bound.handles.values()]
         self._has_parts = planned.parts is not None and planned.parts.has_parts
@@ -250,14 +279,16 @@ class PipelinedSteps(Steps):
         step = self._step_graph(key, microbatches, num_micro_steps)
         program = world.broadcast_object(self._microbatches.program(key, step.profile) if world.rank == 0 else None)
         self._last = self._make.of_step(program, step, self._last)
-        by_name = {
-            microbatch_name(microbatch.variant, microbatch.micro_step): microbatch for microbatch in microbatches
-        }
+        names = [microbatch_name(microbatch.variant, microbatch.micro_step) for microbatch in microbatches]
+        by_name = dict(zip(names, microbatches, strict=True))
+        shares = shares_of_tokens(microbatches, self._weighed) if num_micro_steps > 1 else {}
+        by_share = {names[place]: share for place, share in shares.items()}
         yield StepRun(
             executor=self._last,
             profile=step.profile,
             microbatches=by_name,
-            micro_step=MicroStep(tasks=frozenset(by_name)),
+            micro_step=_weighed_step(MicroStep(tasks=frozenset(by_name)), by_share, by_name, num_micro_steps),
+            shares=by_share,
             checks_losses=False,
             cuts=self._microbatches.cuts(step, key),
             lengths=self._microbatches.lengths(key),
@@ -315,6 +346,17 @@ class PipelinedSteps(Steps):
 
     def close(self) -> None:
         self._microbatches.close()
+
+
+def _weighed_step(
+    micro_step: MicroStep, shares: Mapping[str, float], microbatches: Mapping[str, Microbatch], num_micro_steps: int
+) -> MicroStep:
+    """A micro-step whose losses count by their shares of the step's tokens instead of all alike."""
+    return replace(
+        micro_step,
+        weights={name: share * num_micro_steps for name, share in shares.items()},
+        token_counts={name: microbatches[name].header.tokens for name in shares},
+    )
 
 
 def _key_of(microbatches: Sequence[Microbatch], num_micro_steps: int) -> Key:

@@ -1,0 +1,246 @@
+"""`balanced`: sources, their lengths and a mix become the same steps of packed sequences on any number of ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from spindle.data.decode import Decoder, Microbatch, SampleNumber
+from spindle.data.draws import Mix, Order, Weight, source_of
+from spindle.data.lengths import LengthIndex, length_index
+from spindle.errors import CheckpointError, InputError
+from spindle.planners import group_sequences
+
+ERROR, TRUNCATE, SKIP = TOO_LONG = ("error", "truncate", "skip")
+_MOST_CARRIED = 16  # samples that fit into no sequence of a step, until it is closed
+_LINEAR = 3072  # of an item's work p·(p + this), and of each token's: a pure square would heap small items on few
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class State:
+    """All that later steps depend on; nothing of ranks or plans."""
+
+    step: int
+    draws: int
+    drawn: tuple[tuple[str, int], ...]  # by source: how many of its samples, through all epochs
+    carried: tuple[SampleNumber, ...]  # drawn, and in no sequence yet
+
+
+class Balanced:
+    """Data of one task, as `balanced` makes it. Give it to `Trainer.fit` in place of a loader."""
+
+    def __init__(
+        self,
+        sources: Mapping[str, Any],
+        indices: Mapping[str, LengthIndex],
+        *,
+        max_tokens: int,
+        mix: Mix,
+        seed: int,
+        too_long: str,
+        padding: Mapping[str, float],
+        segments: str | None,
+    ) -> None:
+        self.sources, self.indices, self.max_tokens, self.mix, self.seed = sources, indices, max_tokens, mix, seed
+        self.too_long, self.padding, self.segments = too_long, padding, segments
+        self._orders = {name: Order(name, len(sources[name]), seed) for name in sources}
+        self.state = State(step=0, draws=0, drawn=tuple((name, 0) for name in sources), carried=())
+
+    def state_dict(self) -> dict[str, Any]:
+        """Where the data continue: after the last step that was trained. It resumes on any number of ranks."""
+        return self.dict_of(self.state)
+
+    def dict_of(self, state: State) -> dict[str, Any]:
+        return {
+            "seed": self.seed,
+            "step": state.step,
+            "draws": state.draws,
+            "sources": {
+                name: {
+                    "drawn": drawn,
+                    "epoch": drawn // len(self.sources[name]),
+                    "position": drawn % len(self.sources[name]),
+                    "lengths": self.indices[name].digest,
+                }
+                for name, drawn in state.drawn
+            },
+            "carried": [list(sample) for sample in state.carried],
+            "max_tokens": self.max_tokens,
+            "mix": self.mix.text,
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Continue from a state; refuses one of other sources, lengths or mix, by name."""
+        for what, saved, present in (
+            ("seed", state["seed"], self.seed),
+            ("max_tokens", state["max_tokens"], self.max_tokens),
+            ("mix", state["mix"], self.mix.text),
+            ("sources", sorted(state["sources"]), sorted(self.sources)),
+        ):
+            if saved != present:
+                raise CheckpointError(
+                    f"the state of the data has {what} {saved!r}, and balanced(...) has {present!r}; give the same, or "
+                    "start the data anew"
+                )
+        for name, entry in state["sources"].items():
+            if entry["lengths"] != self.indices[name].digest:
+                raise CheckpointError(
+                    f"the lengths of source {name!r} are not those with which the state of the data was saved; its "
+                    "samples would come in other sequences: give the same dataset and index"
+                )
+        self.state = State(
+            step=int(state["step"]),
+            draws=int(state["draws"]),
+            drawn=tuple((name, int(state["sources"][name]["drawn"])) for name in self.sources),
+            carried=tuple(SampleNumber(str(source), int(number)) for source, number in state["carried"]),
+        )
+
+    def step_after(self, state: State, num_microbatches: int, batch_size: int) -> tuple[tuple[Microbatch, ...], State]:
+        """The microbatches of the step that follows a state, each of `batch_size` sequences, and the state after it.
+
+        Samples go to the first sequence that has room, in the order in which they were drawn; what fits nowhere comes
+        first in the next step. Sequences are then grouped so that microbatches have level work.
+        """
+        num_sequences = num_microbatches * batch_size
+        weights = self.mix.at(state.step)
+        room = np.full(num_sequences, self.max_tokens, dtype=np.int64)
+        packed: list[list[SampleNumber]] = [[] for _ in range(num_sequences)]
+        carried: list[SampleNumber] = []
+        draws, drawn = state.draws, dict(state.drawn)
+        waiting = list(state.carried)
+        while len(carried) < _MOST_CARRIED or waiting:
+            if waiting:
+                sample = waiting.pop(0)
+            else:
+                source = source_of(weights, self.seed, draws)
+                sample = SampleNumber(source, self._orders[source].sample(drawn[source]))
+                draws, drawn[source] = draws + 1, drawn[source] + 1
+            tokens = self._tokens(sample)
+            if tokens is None:
+                continue
+            place = int(np.argmax(room >= tokens))
+            if room[place] < tokens:
+                carried.append(sample)
+                continue
+            packed[place].append(sample)
+            room[place] -= tokens
+            if not room.any():
+                break
+        carried += waiting
+        for place, sequence in enumerate(packed):
+            if not sequence:
+                raise InputError(
+                    f"balanced(...): sequence {place} of step {state.step} has no sample: {len(carried)} samples in a "
+                    f"row did not fit; raise max_tokens={self.max_tokens}"
+                )
+        groups = group_sequences([self._work(sequence) for sequence in packed], num_microbatches)
+        microbatches = tuple(self._microbatch([packed[place] for place in places]) for places in groups)
+        after = State(step=state.step + 1, draws=draws, drawn=tuple(drawn.items()), carried=tuple(carried))
+        return microbatches, after
+
+    def _tokens(self, sample: SampleNumber) -> int | None:
+        """The tokens of a sample in a sequence; None if it is left out."""
+        index = self.indices[sample.source]
+        tokens = int(index.tokens[sample.number])
+        if tokens <= self.max_tokens or self.too_long == SKIP:
+            return tokens if tokens <= self.max_tokens else None
+        if self.too_long == TRUNCATE and not index.items_of(sample.number):
+            return self.max_tokens
+        hint = "skip it (too_long='skip')" if self.too_long == TRUNCATE else "truncate or skip it (too_long=...)"
+        raise InputError(
+            f"sample {sample.number} of {sample.source!r} has {tokens} tokens"
+            + (" with items, which cannot be truncated" if self.too_long == TRUNCATE else "")
+            + f", more than max_tokens={self.max_tokens}: {hint}, or raise max_tokens"
+        )
+
+    def _work(self, sequence: list[SampleNumber]) -> int:
+        """Integers in proportion to the time of a sequence, roughly: p·(p + 3072) of each item, 3072 of each token."""
+        work = 0
+        for source, number in sequence:
+            index = self.indices[source]
+            work += _LINEAR * min(int(index.tokens[number]), self.max_tokens)
+            work += sum(length * (length + _LINEAR) for length in index.items_of(number))
+        return work
+
+    def _microbatch(self, sequences: list[list[SampleNumber]]) -> Microbatch:
+        samples = [sample for sequence in sequences for sample in sequence]
+        items = [length for source, number in samples for length in self.indices[source].items_of(number)]
+        tokens = sum(min(int(self.indices[source].tokens[number]), self.max_tokens) for source, number in samples)
+        return Microbatch(tuple(map(tuple, sequences)), tuple(items), tokens)
+
+    def decoder(self, item_entries: Mapping[str, str | None], length_entry: str | None) -> Decoder:
+        return Decoder(
+            datasets=self.sources,
+            indices=self.indices,
+            max_tokens=self.max_tokens,
+            padding=self.padding,
+            segments=self.segments,
+            item_entries=item_entries,
+            length_entry=length_entry,
+        )
+
+
+def balanced(
+    sources: Mapping[str, Any],
+    *,
+    max_tokens: int,
+    lengths: Any = None,
+    mix: Mapping[str, Weight] | None = None,
+    seed: int = 0,
+    too_long: str = ERROR,
+    padding: Mapping[str, float] | None = None,
+    segments: str | None = None,
+) -> Balanced:
+    """Samples of several map-style datasets, drawn in a ratio, packed into sequences of `max_tokens` and grouped into
+    microbatches of level work, the same on every rank and on any number of ranks.
+
+    A sample is a dict of entries with a row for each token, and of the task's item entries. `lengths` says, without
+    decoding, how many tokens each sample has and how long its items are: by source, a JSONL or Parquet file, an array
+    of tokens, or pairs (tokens, items); without it, each dataset's `lengths(number)`. `mix` has the weight of each
+    source, a number or a function of the step; all alike without it. A sample of more than `max_tokens` is an error,
+    or with `too_long` "truncate" or "skip". `padding` are the values behind the last token of a sequence, by entry, 0
+    by default; `segments` names an entry that numbers the samples of a sequence from 1, with 0 for padding.
+    """
+    if not sources:
+        raise InputError("balanced(sources): expected at least one dataset by name, got none")
+    if max_tokens < 1:
+        raise InputError(f"balanced(max_tokens={max_tokens}): must be at least 1")
+    if too_long not in TOO_LONG:
+        raise InputError(f"balanced(too_long={too_long!r}): expected one of {', '.join(TOO_LONG)}")
+    weights = dict.fromkeys(sources, 1.0) if mix is None else dict(mix)
+    unknown = [name for name in weights if name not in sources]
+    missing = [name for name in sources if name not in weights]
+    if unknown or missing:
+        what = f"names {unknown[0]!r}, which is no source" if unknown else f"has no weight of source {missing[0]!r}"
+        raise InputError(f"balanced(mix=...): {what}; sources: {', '.join(sources)}")
+    for name, dataset in sources.items():
+        if not hasattr(dataset, "__len__") or not hasattr(dataset, "__getitem__") or len(dataset) == 0:
+            raise InputError(f"balanced(...): source {name!r} must be a map-style dataset with samples")
+    if isinstance(lengths, Mapping) and not set(lengths) <= set(sources):
+        name = next(name for name in lengths if name not in sources)
+        raise InputError(f"balanced(lengths=...): {name!r} is no source; sources: {', '.join(sources)}")
+    if lengths is not None and not isinstance(lengths, Mapping) and len(sources) > 1:
+        raise InputError("balanced(lengths=...): there are several sources; give the lengths of each, by name")
+    given = lengths if isinstance(lengths, Mapping) else dict.fromkeys(sources, lengths)
+    indices = {
+        name: length_index(given.get(name), dataset, f"balanced(...), source {name!r}")
+        for name, dataset in sources.items()
+    }
+    for name, index in indices.items():
+        if too_long == SKIP and int(index.tokens[: len(sources[name])].min()) > max_tokens:
+            raise InputError(
+                f"balanced(...): all samples of {name!r} are longer than max_tokens={max_tokens}; raise it"
+            )
+    return Balanced(
+        dict(sources),
+        indices,
+        max_tokens=max_tokens,
+        mix=Mix(weights),
+        seed=seed,
+        too_long=too_long,
+        padding=dict(padding or {}),
+        segments=segments,
+    )

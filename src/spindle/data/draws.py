@@ -1,0 +1,82 @@
+"""Which sample comes next: drawn by seed and global number, from sources in a ratio that may change from step to step.
+
+Draw n takes its source by a hash of the seed and n, and the next sample of that source, whose samples are shuffled anew
+in every epoch. Nothing depends on ranks.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+import numpy as np
+
+from spindle.data.lengths import Column
+from spindle.errors import InputError
+
+Weight = float | Callable[[int], float]
+
+
+@dataclass(frozen=True, slots=True)
+class Mix:
+    """Weights of sources, each a number or a function of the step."""
+
+    weights: Mapping[str, Weight]
+
+    def at(self, step: int) -> dict[str, float]:
+        """The weights of a step."""
+        weights = {name: float(weight(step) if callable(weight) else weight) for name, weight in self.weights.items()}
+        if min(weights.values()) < 0 or sum(weights.values()) <= 0:
+            raise InputError(
+                f"balanced(mix=...): step {step} needs a weight above 0 and none below, got "
+                + ", ".join(f"{name} {weight:g}" for name, weight in weights.items())
+            )
+        return weights
+
+    @property
+    def text(self) -> str:
+        """The mix as far as it can be compared: functions by their code."""
+        parts = []
+        for name, weight in sorted(self.weights.items()):
+            code = getattr(weight, "__code__", None)
+            parts.append(f"{name}={weight:g}" if not callable(weight) else f"{name}={_code_text(code)}")
+        return ", ".join(parts)
+
+
+def _code_text(code: object) -> str:
+    if code is None:
+        return "a callable"
+    return f"{code.co_code.hex()} {code.co_consts} {code.co_names}"  # type: ignore[attr-defined]
+
+
+def source_of(weights: Mapping[str, float], seed: int, number: int) -> str:
+    """The source of a draw."""
+    hashed = hashlib.blake2b(f"{seed} {number}".encode(), digest_size=8).digest()
+    place = int.from_bytes(hashed, "big") / 2**64 * sum(weights.values())
+    for name, weight in weights.items():
+        place -= weight
+        if place < 0:
+            return name
+    return [name for name, weight in weights.items() if weight > 0][-1]
+
+
+class Order:
+    """The samples of one source, epoch after epoch."""
+
+    def __init__(self, name: str, length: int, seed: int) -> None:
+        self._name, self._length, self._seed = name, length, seed
+        self._epoch, self._order = -1, np.zeros(0, dtype=np.int64)
+
+    def sample(self, drawn: int) -> int:
+        """The number of the sample that comes after `drawn` others of the source."""
+        epoch, place = divmod(drawn, self._length)
+        if epoch != self._epoch:
+            self._epoch, self._order = epoch, self._shuffled(epoch)
+        return int(self._order[place])
+
+    def _shuffled(self, epoch: int) -> Column:
+        entropy = int.from_bytes(hashlib.blake2b(f"{self._seed} {self._name}".encode(), digest_size=8).digest(), "big")
+        # A generator whose numbers are the same in every version of numpy.
+        bits = np.random.Philox(key=np.array([entropy, epoch], dtype=np.uint64)).random_raw(self._length)
+        return np.argsort(bits, kind="stable")

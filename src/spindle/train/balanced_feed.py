@@ -1,0 +1,135 @@
+"""Batches of balanced data: planned from lengths, decoded when a rank knows what it needs of them.
+
+A batch is announced with its shapes and the lengths of its items; its values are decoded when it runs, only the entries
+and items that the rank's slots read. Which samples it has is compared between ranks with the header, by a digest.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from spindle.data import Balanced, Microbatch
+from spindle.errors import TrainingError
+from spindle.run import digest, signature_of
+from spindle.train.feed import Batch, Feed, LoaderPosition
+from spindle.train.items import item_entries, with_lengths
+
+_MOST_STEPS = 4  # kept, of which batches may be asked for again
+
+
+class BalancedFeed(Feed):
+    """Read one task's balanced data, by number of batch."""
+
+    def __init__(self, loader: Balanced, num_microbatches: int, position: LoaderPosition, **named: Any) -> None:
+        super().__init__(loader=loader, position=position, **named)  # type: ignore[arg-type]
+        self._data, self._num_microbatches = loader, num_microbatches
+        if position.loader_state is not None:
+            loader.load_state_dict(position.loader_state["state"])
+        entries = item_entries(self.definition)
+        length_entries = {entry for entry in self.definition.items.values() if isinstance(entry, str)}
+        if len(length_entries) > 1:
+            raise TrainingError(
+                f"task {self.definition.name!r}: balanced data have items of one kind, got lengths in "
+                f"{', '.join(sorted(length_entries))}"
+            )
+        self._length_entry = next(iter(length_entries), None)
+        self._decoder = loader.decoder(entries, self._length_entry)
+        self._after = {0: loader.state}  # by number of steps since the feed was made
+        self._steps: dict[int, tuple[Microbatch, ...]] = {}
+        self._forms: dict[str, tuple[tuple[int, ...], torch.dtype]] = {}  # of a row of each entry
+        self._example: Batch | None = None
+
+    def example(self) -> Batch:
+        if self._example is None:
+            self._example = self._whole(self._microbatch(0))
+        return self._example
+
+    def peek(self, number: int) -> Batch:
+        return self._announced(self._microbatch(number + self._given))
+
+    def at(self, number: int) -> Batch:
+        self._given = number + 1
+        step = number // self._num_microbatches
+        microbatch = self._microbatch(number)
+        self._data.state = self._after[step + 1]
+        return self._announced(microbatch)
+
+    def rewind(self, number: int) -> None:
+        """Batches from this number on were read and will not be trained on."""
+        step = number // self._num_microbatches
+        if step in self._after:
+            self._data.state = self._after[step]
+
+    def position(self, number: int) -> LoaderPosition:
+        step = number // self._num_microbatches
+        if step:
+            self._microbatch(number - 1)
+        state = self._data.dict_of(self._after[step])
+        return LoaderPosition(random_state=self._state, loader_state={"num_workers": 0, "state": state})
+
+    def _microbatch(self, number: int) -> Microbatch:
+        step, place = divmod(number, self._num_microbatches)
+        while step not in self._steps:
+            last = max(known for known in self._after if known <= step)
+            self._steps[last], self._after[last + 1] = self._data.step_after(
+                self._after[last], self._num_microbatches, self.definition.batch_size
+            )
+            for old in [known for known in self._steps if known < last - _MOST_STEPS]:
+                del self._steps[old]
+        return self._steps[step][place]
+
+    def _whole(self, microbatch: Microbatch) -> Batch:
+        """A decoded batch."""
+        nest = self._decoder.decode(microbatch)
+        self._forms.update(
+            (name, (tuple(tensor.shape[self._num_dims(name) :]), tensor.dtype)) for name, tensor in nest.items()
+        )
+        batch = super()._batch(nest, self.definition.batch_size)
+        return replace(batch, fingerprint=self._digest(microbatch))
+
+    def _num_dims(self, name: str) -> int:
+        """Dimensions in front of those of a row: items have one, tokens a sequence and a place in it."""
+        return 1 if name in item_entries(self.definition) else 2
+
+    def _digest(self, microbatch: Microbatch) -> int:
+        return digest(repr(microbatch.sequences)) if self._compared else 0
+
+    def _announced(self, microbatch: Microbatch) -> Batch:
+        """A batch of which only the shapes are known so far."""
+        entries = item_entries(self.definition)
+        has_items = bool(microbatch.item_lengths and entries)
+        if not self._forms or (has_items and not entries.keys() <= self._forms.keys()):
+            self._whole(microbatch)  # for the shapes of its entries
+        nest = {}
+        for name, (row, dtype) in self._forms.items():
+            if name not in entries:
+                shape: tuple[int, ...] = (self.definition.batch_size, self._data.max_tokens, *row)
+            elif not has_items:
+                continue
+            else:
+                is_ragged = entries[name] is not None
+                shape = (sum(microbatch.item_lengths) if is_ragged else len(microbatch.item_lengths), *row)
+            nest[name] = torch.empty(shape, dtype=dtype, device="meta")
+        lengths = {self._length_entry: microbatch.item_lengths} if has_items and self._length_entry else {}
+        tokens = microbatch.num_tokens
+        if self.definition.tokens is not None:
+            fields = [name for name in self._forms if name not in entries]
+            tokens = int(self.definition.tokens(self._decoder.decode(microbatch, fields, ())))
+
+        def load(fields: Collection[str] | None, items: Collection[int] | None) -> Any:
+            return self._decoder.decode(microbatch, fields, items)
+
+        return Batch(
+            nest=nest,
+            num_rows=self.definition.batch_size,
+            signature=with_lengths(signature_of(nest), lengths),
+            fingerprint=self._digest(microbatch),
+            tokens=tokens,
+            lengths=lengths,
+            item_entries=frozenset(entries),
+            load=load,
+        )
