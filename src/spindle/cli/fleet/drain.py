@@ -17,7 +17,9 @@ def drain(
     ends: Annotated[bool, typer.Option("--end", metavar="", help="Use the node again.")] = False,
     store: StoreFile = STORE,
 ) -> None:
-    """Have the jobs of a node checkpoint and leave it, and start none there. Examples:
+    """Have the jobs of a node checkpoint and leave it, and start none there.
+
+    Examples:
 
     spindle fleet drain node3
 

@@ -18,7 +18,9 @@ def logs(
     follow: Annotated[bool, typer.Option("-f", "--follow", metavar="", help="Wait for more, until it ends.")] = False,
     store: StoreFile = STORE,
 ) -> None:
-    """Print what a job wrote, all attempts one after the other. Example:
+    """Print what a job wrote, all attempts one after the other.
+
+    Example:
 
     spindle fleet logs my-job --rank 1 --follow
     """

@@ -6,7 +6,9 @@ from spindle.cli.fleet.options import STORE, JobName, StoreFile
 
 
 def resume(job: JobName, store: StoreFile = STORE) -> None:
-    """Resume a job that `spindle fleet stop` has stopped, from its newest checkpoint. Example:
+    """Resume a job that `spindle fleet stop` has stopped, from its newest checkpoint.
+
+    Example:
 
     spindle fleet resume my-job
     """

@@ -6,7 +6,9 @@ from spindle.cli.fleet.options import STORE, JobName, StoreFile
 
 
 def stop(job: JobName, store: StoreFile = STORE) -> None:
-    """Stop a job after a checkpoint; `spindle fleet resume` continues it. Example:
+    """Stop a job after a checkpoint; `spindle fleet resume` continues it.
+
+    Example:
 
     spindle fleet stop my-job
     """
