@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import sys
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field, replace
@@ -30,6 +31,8 @@ RUNS = RESULTS / "fleet_traces.jsonl"
 POLICIES = ("price", "sia", "crius", "weighted-sia", "gavel", "backfill", "fcfs")
 WORLDS = ("arena x1", "arena x2", "arena x3", "03 at 0.9", "03 at 1.3", "06 at 0.9", "06 at 1.3")
 ELASTIC_DEVICES = 256
+# Of simulated time, where nodes fail: a policy that restarts a job from its request may never finish it.
+UNTIL_S = 10_000 * 3600.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -117,11 +120,13 @@ def measured(run: Run) -> dict[str, Any]:
     fleet = arena_fleet() if run.world.startswith("arena") else arena_fleet(ELASTIC_DEVICES // 4)
     options = SchedulerOptions(**{"policy": run.policy, "realloc_s": 120.0, **run.options})
     injection = Injection(**{"seed": run.seed, "estimation_error": 0.1, **run.injection})
-    result = simulate_fleet(trace_of(run.world, run.seed), fleet, options, injection)
+    until_s = UNTIL_S if injection.failures_per_hour else math.inf
+    result = simulate_fleet(trace_of(run.world, run.seed), fleet, options, injection, until_s=until_s)
     rounds_s = sorted(result.round_cpu_s)
     return {
         "key": run.key,
         **asdict(measure_fleet(result.timeline)),
+        "num_unfinished": len(result.state.jobs),
         "cpu_s": result.cpu_s,
         "round_mean_s": mean(rounds_s),
         "round_p95_s": rounds_s[int(0.95 * len(rounds_s))],
@@ -145,6 +150,11 @@ def spread(values: list[float], digits: int = 3) -> str:
     if len(values) == 1:
         return f"{values[0]:.{digits}f}"
     return f"{mean(values):.{digits}f} ({min(values):.{digits}f}–{max(values):.{digits}f})"
+
+
+def unfinished(entries: dict[int, dict[str, Any]]) -> str:
+    most = max((entry.get("num_unfinished", 0) for entry in entries.values()), default=0)
+    return f"; {most} of its jobs not done after {UNTIL_S / 3600:,.0f} h" if most else ""
 
 
 def report(results: dict[str, dict[str, Any]]) -> str:
@@ -215,6 +225,7 @@ def report(results: dict[str, dict[str, Any]]) -> str:
             [f"{variant}, arena x2"]
             + [
                 spread(ratios("jct_mean_s", "arena x2", ("price", name), (variant, variant)))
+                + unfinished(of("arena x2", name, variant))
                 for name in ("sia", "crius")
             ]
         )

@@ -10,8 +10,9 @@ measured again, so that a run that `--budget-s` has ended is continued by the ne
     sequential       `Trainer` with lanes=1: modules one after another, the whole step as one CUDA graph
     sequential-again the same once more, after all others: how far two measurements of one variant are apart
     lanes            up to four at a time
-    weights          as `lanes`, and weight gradients on lanes of their own where the planner expects a gain; the
-                     default
+    weights          as `lanes`, and weight gradients on lanes of their own where the planner expects enough of a gain;
+                     the default
+    weights-any      the same wherever the planner expects any gain
     double           as `weights`, with twice the samples; the time is half of its step
     compiled         as `lanes`, with layers compiled by `spindle.module(..., compile=True)`; `compiled-sequential`
     slots            as `lanes`, with a CUDA graph for each slot and one for each of its backward passes
@@ -52,7 +53,7 @@ import spindle
 from common import circumstances, markdown
 from spindle.errors import SpindleError
 from spindle.plan import MAX_LANES, Piece, Plan, assemble, format_plan, setting_of
-from spindle.planners import make_plan
+from spindle.planners import lanes, make_plan
 from spindle.planners.lanes import _Search
 from spindle.profile import Profile
 from spindle.run import graph_cache
@@ -71,7 +72,7 @@ STAGES = (  # each for all cells before the next
     ("sequential", "weights", f"saturated{PASSES}"),
     ("plain-compiled", "compiled", f"random-0{PASSES}", f"random-1{PASSES}", "sequential-again"),
     ("lanes", "plain", "plain-overhead", "compiled-sequential", "double", "slots"),
-    (f"random-2{PASSES}", f"random-3{PASSES}"),
+    (f"weights-any{PASSES}", f"random-2{PASSES}", f"random-3{PASSES}"),
 )
 VARIANTS = tuple(variant for stage in STAGES for variant in stage)
 WARM_UP, STEPS = 8, 24
@@ -218,6 +219,7 @@ def measure_trainer(
     with (
         mock.patch.object(graph_cache, "STEP_GRAPHS", not variant.startswith("slots")),
         mock.patch.object(_Search, "_can_split", return_value=False) if without_weight_lanes else nullcontext(),
+        mock.patch.object(lanes, "MIN_WEIGHT_LANES_GAIN", 0.0) if "-any" in variant else nullcontext(),
     ):
         trainer.fit(batches, steps=WARM_UP, progress=False)
         ready_s = time.perf_counter() - begin

@@ -3,7 +3,8 @@
     python benchmarks/report_page.py
 
 Two measured steps of 64 devices with 2,000 spans each, and 1,024 devices with 500: durations differ from device to
-device, as in a run, so nothing folds and little compresses. CPU time is that of the page's main thread ("threadTicks"
+device, as in a run, so nothing folds and little compresses. And a fleet of 1,280 devices with 2,000 jobs under two
+policies, simulated. CPU time is that of the page's main thread ("threadTicks"
 of the DevTools protocol), and of all processes of the browser together, over a zoom from the whole step to a
 two-hundredth of it. The first picture is the one figure by the clock, from the start of navigation.
 """
@@ -24,12 +25,14 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests"))
 from browser import chromium
 from common import markdown, publish
 from spindle.cli.inputs import nameless_cluster
+from spindle.fleet import Injection, Job, SchedulerOptions, StepTime, Trace, TraceJob, simulate_fleet
+from spindle.fleet.fleet_file import fleet_named
 from spindle.plan import Plan, Slot
 from spindle.profile import Profile, abstract_profile
 from spindle.program import Program, lower
-from spindle.report import ShownTimeline, StepReport, page_html, step_page_data
+from spindle.report import FleetReport, ShownTimeline, StepReport, fleet_page_data, page_html, step_page_data
 from spindle.simulate import simulate
-from spindle.timeline import Timeline
+from spindle.timeline import Timeline, unpack
 
 GROUP = 8  # devices of a slot
 SPANS_OF_OP = 6  # on a device: both passes, and what is received and sent for each
@@ -123,6 +126,49 @@ def measured_page(num_devices: int, spans_per_device: int, folder: Path, num_tim
     }
 
 
+def fleet_trace(num_jobs: int) -> Trace:
+    """Jobs that arrive faster than the fleet can serve them for a while, of all lengths, with seven cells each."""
+    generator = np.random.default_rng(0)
+    jobs, now_s = [], 0.0
+    for number in range(num_jobs):
+        now_s += float(generator.exponential(300.0))
+        step_s, scaling = float(generator.lognormal(0, 0.5)), float(generator.uniform(0.7, 0.98))
+        times = tuple(
+            StepTime(kind=kind, num_devices=count, step_s=step_s * factor / count**scaling)
+            for kind, factor in (("A100-80GB", 1.0), ("L40S", 1.7))
+            for count in (1, 4, 8, 16)
+        )
+        steps = round(float(generator.lognormal(10.5, 1.0)))
+        job = Job(name=f"job-{number:04}", num_steps=steps, requested_kind="A100-80GB", requested_devices=8)
+        jobs.append(TraceJob(job=job, arrival_s=now_s, num_steps=steps, times=times))
+    return Trace(name="drawn", jobs=tuple(jobs))
+
+
+def fleet_page(num_jobs: int, folder: Path) -> dict[str, object]:
+    machines, injection = fleet_named("a100x640,l40sx640"), Injection(estimation_error=0.1, failures_per_hour=0.1)
+    timelines = {
+        policy: simulate_fleet(
+            fleet_trace(num_jobs), machines, SchedulerOptions(policy=policy), injection, explains=True
+        ).timeline
+        for policy in ("price", "sia")
+    }
+    begin_s = time.process_time()
+    data = fleet_page_data(FleetReport(title="benchmark", timelines=timelines))
+    path = folder / "fleet.html"
+    path.write_text(page_html("benchmark", data), encoding="utf-8")
+    written_s = time.process_time() - begin_s
+    _, columns = unpack(data, "page")
+    return {
+        "devices": machines.cluster.num_devices,
+        "jobs": num_jobs,
+        "timelines": len(timelines),
+        "spans": sum(len(column) for name, column in columns.items() if name.endswith(".rank")),
+        "file_bytes": path.stat().st_size,
+        "write_cpu_s": round(written_s, 2),
+        **browsed(path),
+    }
+
+
 def browsed(path: Path) -> dict[str, object]:
     """First picture, frames of a zoom, and hovers, of a page."""
     with chromium() as browser:
@@ -187,10 +233,11 @@ def main() -> None:
             measured_page(num_devices, spans, Path(folder), timelines)
             for num_devices, spans, timelines in ((64, 2000, 2), (1024, 500, 1))
         ]
+        rows.append(fleet_page(2000, Path(folder)))
     header = ["devices", "steps", "spans", "file", "load, CPU", "first picture", "frame, CPU", "all processes", "hover"]
     table = [
         [
-            f"{row['devices']:,}",
+            f"{row['devices']:,}" + (f", {row['jobs']:,} jobs" if "jobs" in row else ""),
             f"{row['timelines']}",
             f"{row['spans']:,}",
             f"{row['file_bytes'] / 1e6:.2f} MB",

@@ -49,6 +49,7 @@ MOST_STARTS = 60  # of a job that ends with 143, as a queue would start it
 STARTING = ("joining", "loading")
 STEPPING = ("forward", "transfer", "backward", "sync", "update", "gather", "replanning")
 SAVING = ("staging", "writing", "renaming", "removing")
+RECOVERING_TERMS = tuple(f"TERM at {point}" for point in STARTING)  # in the start that follows the fault before
 ON_RANK_0 = ("renaming", "removing")  # which rank 0 does alone: others are lost meanwhile
 SHARED_MEMORY = Path("/dev/shm")
 TOLERANCE = {"pipeline": 1e-9}
@@ -177,17 +178,18 @@ def launch(arguments: Sequence[str]) -> int:
     from preloaded import preloaded_ranks
     from spindle.cli.main import run
     from spindle.launch import launch as launcher
+    from spindle.launch import ranks
 
     is_fresh, folder, *command = arguments
-    launcher.STOPPED_LIMIT_S, launcher.STOPPED_POLL_S = STOPPED_LIMIT_S, 0.1
-    end = launcher._end
+    ranks.STOPPED_LIMIT_S, ranks.STOPPED_POLL_S = STOPPED_LIMIT_S, 0.1
+    end = launcher.end_ranks
 
     def noted_end(*args: Any) -> None:
         with (Path(folder) / "events.jsonl").open("a") as file:
             file.write(json.dumps({"event": "noticed", "time_s": time.time()}) + "\n")
         end(*args)
 
-    launcher._end = noted_end
+    launcher.end_ranks = noted_end
     os.environ["FAULTS_LAUNCHER"] = str(os.getpid())
     with contextlib.nullcontext() if is_fresh == "fresh" else preloaded_ranks():
         return run(["launch", *command])
@@ -410,8 +412,9 @@ def _lost_from_memory(job: Job, rows: Sequence[dict[str, Any]]) -> Iterator[str]
     """With a checkpoint in memory before every step, no more than one is lost; unless no file could be written, or the
     job was started again by a queue, without its memory."""
     is_full = False
-    for row in rows if job.memory_every == 1 else ():
-        if row.get("lost", 0) > 1 and not is_full and not row["fault"].startswith("TERM"):
+    for row, later in zip(rows, [*rows[1:], {"fault": ""}], strict=True) if job.memory_every == 1 else ():
+        loses_memory = row["fault"].startswith("TERM") or later["fault"] in RECOVERING_TERMS
+        if row.get("lost", 0) > 1 and not is_full and not loses_memory:
             yield f"{row['fault']}: {row['lost']} steps were lost, though each was saved in memory"
         is_full = row["fault"].startswith("full disk")
 

@@ -19,7 +19,7 @@ import torch
 
 from pool import forking
 from spindle.cli.main import run
-from spindle.launch import launch, variables
+from spindle.launch import ranks, variables
 from spindle.launch.worker import run_script
 
 
@@ -94,8 +94,8 @@ class Preloaded:
 def preloaded_ranks() -> Iterator[None]:
     """Inside, jobs that this process launches start as copies."""
     with (
-        mock.patch.object(launch.subprocess, "Popen", Preloaded),
-        mock.patch.object(launch, "_exit_code", lambda process: process.returncode),
+        mock.patch.object(ranks.subprocess, "Popen", Preloaded),
+        mock.patch.object(ranks, "_exit_code", lambda process: process.returncode),
     ):
         yield
 

@@ -7,7 +7,7 @@ ends the capture. Unlike there, ops run as they are captured, so the replay that
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from typing import Any
 from unittest import mock
@@ -69,11 +69,13 @@ def capturing(graph: Graph, pool: Any) -> Iterator[None]:
         yield
 
 
-def replay_children(composed: ComposedGraph) -> None:
-    """Replays the graphs of a composed graph in a random order of those that their needs allow, another each time."""
+def replay_children(composed: ComposedGraph, late: Collection[int] = ()) -> None:
+    """Replays the graphs of a composed graph in a random order of those that their needs allow, another each time;
+    `late` ones when no other can go on."""
     left, done = list(composed.children), set[int]()
     while left:
-        number = _ORDER.choice([number for number in left if composed.needs[number] <= done])
+        ready = [number for number in left if composed.needs[number] <= done]
+        number = _ORDER.choice([number for number in ready if number not in late] or ready)
         composed.children[number].replay()
         left.remove(number)
         done.add(number)

@@ -347,8 +347,10 @@ WORKLOADS = {
 
 
 def workload_named(name: str, dtype: torch.dtype = torch.float64, seed: int | None = None) -> Workload:
-    """One of `WORKLOADS`, `hf T5`, `random 12`, or `in-place tokens`: a module of one kind under one loss. `seed` is
-    that of a random workload's weights."""
+    """One of `WORKLOADS`, `hf T5`, `random 12`, or `in-place tokens`: a module of one kind under one loss; the last two
+    also as `float32 random 12`. `seed` is that of a random workload's weights."""
+    if name.startswith("float32 "):
+        return workload_named(name.removeprefix("float32 "), torch.float32, seed)
     if name in WORKLOADS:
         return WORKLOADS[name]()
     if name.startswith("hf "):

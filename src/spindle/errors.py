@@ -6,6 +6,7 @@
     │   └── GuardError      a batch for which a module's forward may take a different branch than the recorded one
     ├── ClusterError        devices, islands or links that are inconsistent
     ├── FleetError          jobs, cells, quotas, traces or events of a fleet that are inconsistent
+    │   └── StoreError      the store of a fleet cannot be read or written: its disk is full, say
     ├── ProfileError        a time or size that is unknown or not allowed
     ├── PlanError           a plan that is not legal; prints the plan with the place marked
     ├── ProgramError        a program that would deadlock, or use data that it does not have
@@ -58,6 +59,10 @@ class ClusterError(_ContentError):
 
 
 class FleetError(_ContentError):
+    pass
+
+
+class StoreError(FleetError):
     pass
 
 

@@ -10,15 +10,13 @@ import numpy as np
 import pytest
 
 import small
-from browser import chromium
+from browser import chromium, opened_page, settle, text_of
 from spindle.program import lower
 from spindle.report import ShownTimeline, StepReport, page_html, step_page_data
 from spindle.report.causes import critical_path, last_needs
 from spindle.report.sums import time_sums
 from spindle.simulate import simulate
 from spindle.timeline import Timeline
-
-SIZE = {"width": 1400, "height": 900}
 
 
 def stretched(timeline: Timeline) -> Timeline:
@@ -58,27 +56,6 @@ def browser():
 @pytest.fixture
 def page(browser, file):
     yield from opened_page(browser, file)
-
-
-def opened_page(browser, file, **options):
-    """A page of which nothing but itself is asked for, and which says nothing on the console."""
-    context = browser.new_context(viewport=SIZE, **options)
-    opened = context.new_page()
-    said, asked = [], []
-    opened.on("console", lambda message: said.append(message.text))
-    opened.on("pageerror", lambda error: said.append(str(error)))
-    opened.on("request", lambda request: asked.append(request.url))
-    opened.goto(file.as_uri())
-    opened.wait_for_function("window.spindleReport")
-    yield opened
-    assert said == []
-    assert [url for url in asked if not url.startswith("data:")] == [file.as_uri()]
-    context.close()
-
-
-def settle(page) -> None:
-    """Wait until what was asked for is painted."""
-    page.evaluate("() => new Promise((done) => requestAnimationFrame(() => requestAnimationFrame(done)))")
 
 
 def place_of(page, timeline: int, span: int) -> tuple[float, float]:
@@ -129,10 +106,6 @@ def state(page) -> dict:
             return { from, to, range, selected: selected && selected.span };
         }"""
     )
-
-
-def text_of(page, selector: str) -> str:
-    return page.locator(selector).inner_text()
 
 
 def test_it_shows_every_step_curve_loss_and_assumption(page):
@@ -317,7 +290,7 @@ def test_the_keyboard_alone_does_it_all(page):
     assert page.evaluate("document.activeElement.id") == "search"
     page.keyboard.type("vision")
     page.keyboard.press("Enter")
-    assert re.match(r"1 of \d+ spans", text_of(page, "#matches"))
+    assert re.match(r"1 of \d+ spans", text_of(page, "#hits"))
     assert "vision" in text_of(page, "#details")
     page.keyboard.press("Escape")
     page.keyboard.press("Escape")
@@ -331,7 +304,7 @@ def test_a_search_dims_what_does_not_match(page):
     colour = pixel_at(page, 0, span)
     page.fill("#search", "no such name")
     settle(page)
-    assert text_of(page, "#matches") == "0 spans"
+    assert text_of(page, "#hits") == "0 spans"
     assert pixel_at(page, 0, span) != colour
     name = page.evaluate(
         "(s) => { const t = window.spindleReport.timelines[0]; return t.program.names[t.instruction[s]]; }", span

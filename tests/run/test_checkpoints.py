@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import pickle
@@ -337,6 +338,29 @@ def test_another_format_is_refused_in_a_sentence(copy, field, value, problem):
     path.write_text(json.dumps(json.loads(path.read_text()) | {field: value}))
     with pytest.raises(CheckpointError, match=problem):
         open_checkpoint(path.parent)
+
+
+@pytest.mark.parametrize(
+    ("setting", "value", "problem"),
+    [
+        ("amsgrad", -1, r"the optimizer's amsgrad is -1 in the saved state, and False in this script"),
+        ("amsgrad", True, r"amsgrad is on in the saved state, which has no max_exp_avg_sq"),
+        ("lr", "fast", r"the optimizer's lr is 'fast' in the saved state"),
+        ("betas", {"tuple": [0.9]}, r"the optimizer's betas is \(0\.9,\) in the saved state"),
+    ],
+)
+def test_settings_of_an_optimizer_that_cannot_be_are_refused(copy, setting, value, problem):
+    path = folder_of_step(copy) / "state.json"
+    body = json.loads(path.read_text())
+    del body["sha256"]
+    for group in body["groups"]:
+        assert setting in group["settings"]
+        group["settings"][setting] = value
+    text = json.dumps(body)
+    digest = hashlib.sha256(text.encode()).hexdigest()
+    path.write_text(f'{text[:-1]},"sha256":"{digest}"}}\n')
+    with pytest.raises(CheckpointError, match=problem):
+        fit(trainer_of(copy)[0], 5)
 
 
 class Planted:

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from spindle.cli.main import run
-from spindle.launch import launch
+from spindle.launch import ranks
 from spindle.launch.failure import Failure, parse_failures, write_failure
 from spindle.launch.verdict import SEEN_LATE_NS, Ending, verdict
 
@@ -558,9 +558,9 @@ def test_a_rank_that_was_stopped_is_the_cause_before_what_came_of_it():
 
 
 def test_a_rank_killed_because_it_was_stopped_may_end_between_two_polls(monkeypatch):
-    monkeypatch.setattr(launch, "STOPPED_POLL_S", 0)
-    monkeypatch.setattr(launch, "STOPPED_LIMIT_S", 0)
-    job = launch._Job(1)
+    monkeypatch.setattr(ranks, "STOPPED_POLL_S", 0)
+    monkeypatch.setattr(ranks, "STOPPED_LIMIT_S", 0)
+    job = ranks.HostRanks([0])
     job.start(0, [sys.executable, "-c", "import os, signal; os.kill(os.getpid(), signal.SIGSTOP)"], os.environ, None)
     pid = job._processes[0].pid
     state = Path(f"/proc/{pid}/stat")

@@ -156,8 +156,36 @@ def test_copies_of_layers_run_in_any_order_of_their_values():
     assert all(sample.contention for sample in samples.values())
 
 
+def test_copies_of_layers_that_drop_values_on_the_way_run(monkeypatch):
+    # ModernBERT's blocks take one of two masks and rotary embeddings; those that no later block reads are dropped.
+    transformers = pytest.importorskip("transformers")
+    sizes = {"hidden_size": 24, "num_hidden_layers": 6, "num_attention_heads": 3, "intermediate_size": 32}
+    ids = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2, "cls_token_id": 1, "sep_token_id": 2}
+    model = transformers.ModernBertModel(transformers.ModernBertConfig(**sizes, **ids, vocab_size=61))
+    handle = spindle.module("text", model)
+    batch = {"ids": torch.randint(3, 61, (2, 8)), "mask": (torch.arange(8) < torch.tensor([[8], [6]])).long()}
+    modern = task(
+        "a", 2, lambda batch: handle(input_ids=batch["ids"], attention_mask=batch["mask"]).last_hidden_state.mean()
+    )
+    weights: dict[str, list[set[int]]] = {}
+    measure = LayerMeter.contention
+
+    def ran(meter, copies, **options):
+        for copy in copies:
+            copy.work.run()
+            weights.setdefault(str(copy.key), []).append({id(parameter) for parameter in copy.work.parameters})
+        return measure(meter, copies, **options)
+
+    notices: list[str] = []
+    monkeypatch.setattr(LayerMeter, "contention", ran)
+    samples, _ = measured([modern], batch=batch, lanes=True, notify=notices.append)
+    assert not notices
+    assert all(sample.contention for sample in samples.values())
+    assert any(len(set(map(frozenset, copies))) > 1 for copies in weights.values())
+
+
 def test_copies_that_fail_leave_a_plan_without_lanes(monkeypatch):
-    def fail(*_: object) -> None:
+    def fail(*_: object, **__: object) -> None:
         raise RuntimeError("no streams here")
 
     notices: list[str] = []

@@ -18,6 +18,7 @@ import torch.distributed as dist  # noqa: E402
 import zoo  # noqa: E402
 from backends import graphs_on_any_device, on_gpu, rank_device, to_device  # noqa: E402
 from comparison import assert_close  # noqa: E402
+from lane_races import edge_left_out  # noqa: E402
 from programs import Run, compare_steps, executor_of, steps_alike, traced_on_rank_0  # noqa: E402
 from spindle.run import MicroStep  # noqa: E402
 from spindle.run.pytrees import signature_of  # noqa: E402
@@ -172,6 +173,29 @@ def test_weight_lanes_give_the_same_when_replayed(pool, seed, step_graphs):
     answers = pool.run(1, compare_steps, *arguments, captures=True, step_graphs=step_graphs)
     assert_replayed(answers)
     assert not answers[0].has_step_graph or step_graphs
+
+
+def compare_with_late_instruction(rank: int, num_ranks: int, number: int, stays: bool) -> Run:
+    """Whole steps of a plan with weight lanes, as one composed graph, in which one instruction is late. What needs it
+    waits only if the dependency `stays`."""
+    with edge_left_out(number, stays=stays) as left_out:
+        run = compare_steps(
+            rank, num_ranks, "random 4", "plan 4 weight lanes", REPLAYED_STEPS, SMALL_CHUNKS, captures=True
+        )
+    assert left_out.edge is not None
+    assert run.has_step_graph
+    return run
+
+
+# Between forward passes, input and weight gradients of a chunk, and backward passes of two slots.
+@pytest.mark.parametrize("number", [2, 4, 12])
+def test_a_dependency_between_lanes_that_is_left_out_is_noticed(pool, number):
+    if on_gpu():
+        pytest.skip("tests/gpu/lanes.py does this with delays")
+    (answer,) = pool.run(1, compare_with_late_instruction, number, False)
+    errors = [error for error, _ in answer.comparison.largest.values()]
+    assert any(not error < 1e-3 for error in errors)
+    assert_same(pool.run(1, compare_with_late_instruction, number, True))
 
 
 def accumulate_over_other_tasks(rank: int, num_ranks: int) -> tuple[bool, list[str]]:

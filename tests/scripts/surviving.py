@@ -86,15 +86,15 @@ def reach(point: str) -> None:
     number, fault = armed
     if not fault["recovering"] and (recorder.step or 0) < 3:
         return
-    if fault["action"] in ("cut", "flip") and len(steps_in(FOLDER / "saved")) < 2:
-        return
+    if fault["action"] in ("cut", "flip") and len(undamaged_steps()) < 2:
+        return  # with the last good checkpoint everything would be lost
     try:
         descriptor = os.open(mark(number), os.O_WRONLY | os.O_CREAT | os.O_EXCL)
     except FileExistsError:  # another thread of this rank was faster
         return
     os.write(
         descriptor,
-        json.dumps({"time_s": time.time(), "step": recorder.step or 0, "newest": newest_step(fault)}).encode(),
+        json.dumps({"time_s": time.time(), "step": recorder.step or 0, "newest": newest_step(number)}).encode(),
     )
     os.close(descriptor)
     match fault["action"]:
@@ -109,7 +109,9 @@ def reach(point: str) -> None:
             resource.setrlimit(resource.RLIMIT_FSIZE, (1000, resource.RLIM_INFINITY))
             (FOLDER / "full").touch()
         case "cut" | "flip" as damage:
-            newest = FOLDER / "saved" / f"step-{steps_in(FOLDER / 'saved')[-1]}"
+            step = undamaged_steps()[-1]
+            (FOLDER / f"damaged-{step}").touch()
+            newest = FOLDER / "saved" / f"step-{step}"
             names = sorted(path.name for path in newest.iterdir())
             path = newest / names[fault["file"] % len(names)]
             content = bytearray(path.read_bytes())
@@ -122,12 +124,22 @@ def reach(point: str) -> None:
             os.kill(os.getpid(), signal.SIGKILL)
 
 
-def newest_step(fault: dict[str, Any]) -> int:
+def newest_step(number: int) -> int:
     """The newest complete checkpoint that outlives a fault. SIGTERM ends the job and its memory, after a checkpoint on
-    disk, for which a full disk has no room."""
-    loses_memory = fault["action"] == "TERM" and (FOLDER / "full").exists()
+    disk, for which a full disk has no room and a rank that has not joined yet has nothing to save."""
+    is_full = (FOLDER / "full").exists()
+    loses_memory = any(
+        fault["action"] == "TERM" and (is_full or fault["recovering"])
+        for fault in FAULTS[number : number + 2]
+        if fault is FAULTS[number] or fault["recovering"]
+    )
     memory = [] if loses_memory else list(Path(os.environ["SPINDLE_MEMORY"]).glob("checkpoints-*"))
-    return max((step for folder in (FOLDER / "saved", *memory) for step in steps_in(folder)), default=0)
+    return max([*undamaged_steps(), *(step for folder in memory for step in steps_in(folder))], default=0)
+
+
+def undamaged_steps() -> list[int]:
+    """The checkpoints on disk, without those that faults have damaged."""
+    return [step for step in steps_in(FOLDER / "saved") if not (FOLDER / f"damaged-{step}").exists()]
 
 
 def pid_of(target: int | str) -> int:

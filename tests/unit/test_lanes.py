@@ -226,6 +226,16 @@ def test_weight_gradients_run_beside_input_gradients_where_that_is_faster():
     assert not any(slot.has_weight_lane for slot in with_lanes(make_plan(full, "sequential"), full, 2).slots)
 
 
+def test_a_gain_smaller_than_the_error_of_its_prediction_is_not_worth_weight_lanes(monkeypatch):
+    profile = contended(small.linear_profile([("vision", 16, 8, 1, 0.5)], num_devices=1), {"vision": (0.9, 0.95)})
+    plan = make_plan(profile, "sequential")
+    assert with_lanes(plan, profile, 2) == plan
+    monkeypatch.setattr("spindle.planners.lanes.MIN_WEIGHT_LANES_GAIN", 0.0)
+    concurrent = with_lanes(plan, profile, 2)
+    assert [slot.has_weight_lane for slot in concurrent.slots] == [True]
+    assert 0.95 * plan.makespan_s < concurrent.makespan_s < plan.makespan_s
+
+
 @pytest.mark.parametrize("seed", range(12))
 def test_random_lanes_are_legal_and_cannot_deadlock(seed):
     tasks = {"first": ["vision", "head"], "second": ["text", "head"], "third": ["audio"]}

@@ -64,6 +64,11 @@ def test_a_sampled_curve_leaves_out_devices_whose_share_was_not_measured():
     curve = curve_from_samples(samples, batch_size=10, max_devices=10)
     # 10 rows on n devices: 4 rows on 3 devices, 3 on 4, 2 on 5 to 9; more rows or fewer were not measured.
     assert curve.num_devices == (3, 4, 5, 6, 7, 8, 9)
+    # On 4 devices, the time lies between two measurements.
+    assert curve.measured == (3, 5, 6, 7, 8, 9)
+    assert curve.up_to(5).measured == (3, 5)
+    with pytest.raises(ProfileError, match="was measured on"):
+        replace(curve, measured=(2,))
 
 
 def test_a_batch_that_was_not_measured_at_all_is_refused():

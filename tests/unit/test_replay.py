@@ -115,6 +115,43 @@ def test_a_stack_is_right_for_every_batch_or_refuses_it(kind, first, then):
     torch.testing.assert_close(output, stack(*batch(then)), rtol=1e-12, atol=1e-12)
 
 
+class Keeping(nn.Module):
+    """Blocks, with code that reads values and keeps a tensor of this batch: for generation, or for the next batch."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.kind, self.blocks = kind, nn.ModuleList(Block() for _ in range(2))
+        self.last = torch.zeros(SIZE, dtype=torch.float64) if kind == "in place" else None
+
+    def forward(self, x, mask):
+        scale = float(mask.sum())
+        if self.kind == "read" and self.last is not None:
+            x = x + self.last
+        if self.kind == "listed" and self.last is not None:
+            scale += self.last.tolist()[0]
+        for block in self.blocks:
+            x = block(x, scale=scale)
+        if self.kind == "in place":
+            x = x + self.last
+            self.last.add_(mask.sum())
+        elif self.kind != "reset" or self.last is None:
+            self.last = mask.sum(1)[:1].detach()  # "reset": by the first call only
+        return x
+
+
+@pytest.mark.parametrize("kind", ["written", "reset", "read", "listed", "in place"])
+def test_a_tensor_that_the_next_batch_reads_keeps_a_module_whole(kind):
+    torch.manual_seed(0)
+    module = Keeping(kind)
+    output = in_layers(module, batch(4), batch(3))
+    if kind in ("written", "reset"):
+        torch.testing.assert_close(output, module(*batch(3)), rtol=1e-12, atol=1e-12)
+    else:
+        assert output is None
+        source, _ = chain_and_output(Keeping(kind), batch(4), {}, values=lambda: (batch(4), {}))
+        assert len(source.layers) == 1
+
+
 def opened_output(module: nn.Module, first: tuple, then: tuple) -> torch.Tensor | None:
     """What a composite gives part by part; None where it is not opened."""
     opened = open_composite(module, first, {}, lambda: (first, {}))

@@ -475,6 +475,10 @@ def test_a_run_folder_holds_what_a_report_shows(tmp_path):
     assert made.predicted.makespan_ns == result.predicted.makespan_ns
     assert list(made.measured) == list(result.measured_steps)
     assert made.measured
+    for timeline in made.measured.values():
+        weights = sum(weight.nbytes for weight in trainer.state_dict().values())
+        assert weights <= timeline.static_bytes[0] <= made.predicted.static_bytes[0]
+        assert timeline.static_bytes[0] < timeline.peak_bytes()[0] <= made.predicted.peak_bytes()[0]
     assert made.profiler_traces == ("profiler/step-1-rank-0.json.gz",)
     assert step_page_data(run_report({"run": made})) == step_page_data(run_report({"run": read_run(tmp_path / "run")}))
     # Another training in the same folder leaves nothing of the first.

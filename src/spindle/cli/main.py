@@ -30,6 +30,7 @@ from spindle.cli.compare import compare
 from spindle.cli.doctor import doctor
 from spindle.cli.explain import explain
 from spindle.cli.export import export
+from spindle.cli.fleet import RUN_A_SCRIPT as FLEET_RUN_A_SCRIPT
 from spindle.cli.fleet import VERBS as FLEET_VERBS
 from spindle.cli.init import init
 from spindle.cli.launch import JobEnded, launch
@@ -92,7 +93,8 @@ def make_app() -> typer.Typer:
         app.command(cls=_Command, help=_paragraphs(verb.__doc__ or ""), context_settings=settings)(verb)
     fleet = typer.Typer(cls=_Group, no_args_is_help=True, help=_FLEET_HELP)
     for fleet_verb in FLEET_VERBS:
-        fleet.command(cls=_Command, help=_paragraphs(fleet_verb.__doc__ or ""))(fleet_verb)
+        settings = {"allow_interspersed_args": fleet_verb not in FLEET_RUN_A_SCRIPT}
+        fleet.command(cls=_Command, help=_paragraphs(fleet_verb.__doc__ or ""), context_settings=settings)(fleet_verb)
     app.add_typer(fleet, name="fleet")
     return app
 

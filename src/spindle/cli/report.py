@@ -1,4 +1,4 @@
-"""`spindle report`: a page, or a figure, that shows steps."""
+"""`spindle report`: a page, or a figure, that shows steps; or a page that shows a fleet."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from spindle.plan import Plan
     from spindle.profile import Profile
     from spindle.recipes import BatchOptions
-    from spindle.report import StepReport
+    from spindle.report import FleetReport, StepReport
 
 
 def report(
@@ -31,7 +31,8 @@ def report(
         typer.Argument(
             metavar="INPUT [INPUT]...",
             help="Run folders, which spindle.Trainer(run_folder=...) writes; or what `spindle plan` takes, alone (all "
-            "planners are compared) or followed by plans.",
+            "planners are compared) or followed by plans; or what `spindle fleet simulate` writes, timelines (-o) or "
+            "events (--events); or the store of a live fleet.",
             show_default=False,
         ),
     ],
@@ -57,7 +58,7 @@ def report(
     batch_seed: BatchSeed = None,
     samples: Samples = None,
 ) -> None:
-    """Write one HTML file that shows steps device by device: it opens from disk, offline.
+    """Write one HTML file that shows steps, or a fleet, device by device: it opens from disk, offline.
 
     Two steps are shown on one scale: predicted and measured, two planners, two runs. A gap says what it waits for; and
     the page shows where the time went, the scaling of modules, and the losses of a run. Examples:
@@ -69,6 +70,8 @@ def report(
     spindle report clip-10 --cluster a800x32 -o planners.html
 
     spindle report graph.json first.json second.json -o plans.html
+
+    spindle report price.json sia.json -o fleet.html
     """
     from spindle.artifact import write_atomically
     from spindle.cli.terminal import notice, refuse_outputs
@@ -76,6 +79,7 @@ def report(
     from spindle.recipes import BatchOptions
     from spindle.report import (
         curves_drawing,
+        fleet_page_data,
         page_html,
         read_run,
         run_report,
@@ -87,6 +91,13 @@ def report(
     if output.suffix not in (".html", ".svg", ".png"):
         raise InputError(f"{output}: expected the name of a page or a figure, ending in .html, .svg or .png")
     refuse_outputs(output, inputs=(*inputs, cluster, samples))
+    if any(map(_is_of_fleet, inputs)):
+        if output.suffix != ".html" or devices is not None or cluster is not None:
+            raise InputError(f"{inputs[0]}: a report of a fleet is a page (.html), of the machines that the fleet has")
+        fleet = _fleet_report(inputs)
+        write_atomically(output, page_html(fleet.title, fleet_page_data(fleet)))
+        notice(f"wrote {output}; open it in a browser")
+        return
     batch = BatchOptions(num_microbatches=microbatches, seed=batch_seed, samples=samples)
     if Path(inputs[0]).is_dir():
         others = [given for given in inputs if not Path(given).is_dir()]
@@ -104,6 +115,52 @@ def report(
     else:
         write_figure(output, curves_drawing(made) if curves else step_drawing(made))
     notice(f"wrote {output}" + ("; open it in a browser" if output.suffix == ".html" else ""))
+
+
+def _is_of_fleet(given: str) -> bool:
+    """Whether a file holds the timeline or the events of a fleet, or is the store of a live one: its first bytes say
+    so."""
+    from spindle.fleet.store import is_store
+
+    path = Path(given)
+    if not path.is_file():
+        return False
+    if is_store(path):
+        return True
+    with path.open("rb") as file:
+        return b'"spindle":"fleet-' in file.read(64).replace(b" ", b"").replace(b"\n", b"")
+
+
+def _fleet_report(inputs: list[str]) -> FleetReport:
+    """Timelines of fleets under the names of their policies, or of their files where two have the same policy."""
+    from spindle.artifact import read_artifact
+    from spindle.errors import InputError
+    from spindle.fleet import FleetTimeline
+    from spindle.fleet.event_log import read_event_log
+    from spindle.fleet.history import timeline_of_log
+    from spindle.fleet.store import is_store
+    from spindle.report import FleetReport
+
+    timelines: dict[str, FleetTimeline] = {}
+    for given in inputs:
+        path = Path(given)
+        if not _is_of_fleet(given):
+            raise InputError(
+                f"{given}: is no timeline, event log or store of a fleet; a report of a fleet has only those"
+            )
+        if given in timelines:
+            raise InputError(f"{given}: is given twice")
+        if is_store(path) or path.suffix == ".jsonl":
+            timelines[given] = timeline_of_log(read_event_log(path), path.name)
+        else:
+            timelines[given] = read_artifact(path, "fleet-timeline", FleetTimeline)
+        if not timelines[given].jobs:
+            raise InputError(f"{given}: no job was submitted yet, so there is nothing to show")
+    policies = [timeline.policy for timeline in timelines.values()]
+    if len(set(policies)) == len(policies):
+        timelines = dict(zip(policies, timelines.values(), strict=True))
+    first = next(iter(timelines.values()))
+    return FleetReport(title=f"{first.trace} on {first.fleet}", timelines=timelines)
 
 
 def _planned_report(

@@ -14,14 +14,28 @@ from spindle.errors import ClusterError, DoesNotFitError, FleetError, ProfileErr
 from spindle.fleet.cells import Cell, Estimate
 from spindle.fleet.fleet import Fleet
 from spindle.fleet.job import Job
+from spindle.graph import metagraph_of
+from spindle.plan import Plan
 from spindle.planners import PlanOptions, choose_layout, graph_bound_s, make_plan, pipeline_bound_s
-from spindle.profile import Profile
+from spindle.profile import Profile, Roofline, roofline_profile
 from spindle.program import lower
 from spindle.recipes import Step
 from spindle.simulate import simulate
 from spindle.timeline import measure
+from spindle.workload import Workload
 
 StepOn = Callable[[Cluster], Step]  # the step of a job on a cluster of one kind
+
+
+def workload_step(workload: Workload, roofline: Roofline = Roofline()) -> StepOn:  # noqa: B008
+    """The step of a workload, with the times of a roofline."""
+    graph = metagraph_of(workload)
+
+    def step(cluster: Cluster) -> Step:
+        profile = roofline_profile(graph, cluster, roofline).with_degrees(dict(workload.tensor_degrees))
+        return Step(profile=lambda sizes: profile)
+
+    return step
 
 
 def bound_estimates(step_on: StepOn, fleet: Fleet, job: Job) -> tuple[Estimate, ...]:
@@ -61,15 +75,25 @@ def planned_estimate(
 ) -> Estimate:
     """The simulated step of the plan that the job would run in a cell; one that does not fit has `fits` False and the
     memory that it would need."""
+    return planned_cell(step_on, fleet, bound, options)[0]
+
+
+def planned_cell(
+    step_on: StepOn,
+    fleet: Fleet,
+    bound: Estimate,
+    options: PlanOptions = PlanOptions(),  # noqa: B008
+) -> tuple[Estimate, Plan | None, Profile | None]:
+    """The estimate of a planned cell, with its plan and the profile that this was made from."""
     cell = bound.cell
     step = step_on(fleet.cluster_of(fleet.kind_number(cell.kind), cell.num_devices))
     try:
         profile, planner, given = _planner_input(step, options)
         plan = make_plan(profile, planner, given)
     except DoesNotFitError as error:
-        return replace(bound, grade="planned", fits=False, memory_bytes=error.needed_bytes)
+        return replace(bound, grade="planned", fits=False, memory_bytes=error.needed_bytes), None, None
     peak_bytes = measure(simulate(lower(plan, profile), profile)).peak_bytes
-    return replace(bound, step_s=plan.makespan_s, grade="planned", memory_bytes=peak_bytes)
+    return replace(bound, step_s=plan.makespan_s, grade="planned", memory_bytes=peak_bytes), plan, profile
 
 
 def _planner_input(step: Step, options: PlanOptions) -> tuple[Profile, str, PlanOptions]:

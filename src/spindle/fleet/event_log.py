@@ -1,4 +1,4 @@
-"""Events and actions as lines of JSON, and their replay.
+"""Events and actions as lines of JSON, and their replay; also those of a live fleet, from its store.
 
 The first line says which fleet and which options; then every event is followed by the actions that it led to. `replay`
 feeds the events to the scheduler again and compares its actions with the recorded ones, byte for byte.
@@ -12,12 +12,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from spindle.artifact import artifact_from_json, json_value, read_text_file, to_json
+from spindle.artifact import artifact_from_json, from_json, json_value, read_text_file, to_json
 from spindle.errors import InputError
 from spindle.fleet.events import Action, Event, action_json, event_from_json, event_json
 from spindle.fleet.fleet import Fleet
 from spindle.fleet.scheduler import schedule
 from spindle.fleet.state import SchedulerOptions, State
+from spindle.fleet.store import Store, is_store
 
 _KIND = "fleet-events"
 
@@ -61,7 +62,33 @@ def log_lines(
         yield from map(action_line, actions)
 
 
+def store_log(store: Store) -> EventLog:
+    """The events of a live fleet so far."""
+    return EventLog(fleet=store.fleet, options=store.options, entries=tuple(store.entries()))
+
+
+def latest_state(store: Store) -> State:
+    """The scheduler's state after all events of a store: replayed from its newest snapshot on, where there is one.
+    Refuses events to which this scheduler would not have answered as recorded."""
+    number, text = store.snapshot()
+    state = State(fleet=store.fleet, options=store.options)
+    if text:
+        state = from_json(State, json_value(text), f"{store.path}: snapshot after event {number}")
+    log = EventLog(fleet=store.fleet, options=store.options, entries=tuple(store.entries(after=number)))
+    result = replay(log, state)
+    if result.difference:
+        raise InputError(
+            f"{store.path}: its events were recorded by another version of the scheduler, which acted differently: "
+            f"{result.difference}; start a new fleet with another --store"
+        )
+    return result.state
+
+
 def read_event_log(path: Path) -> EventLog:
+    """The events of a file of lines, or of the store of a live fleet."""
+    if is_store(path):
+        with Store.open(path) as store:
+            return store_log(store)
     lines = [line for line in read_text_file(path).splitlines() if line.strip()]
     if not lines:
         raise InputError(f"{path}: is empty; expected the events of a fleet, one JSON object per line")
@@ -85,9 +112,10 @@ def read_event_log(path: Path) -> EventLog:
     return EventLog(fleet=header.fleet, options=header.options, entries=complete)
 
 
-def replay(log: EventLog) -> ReplayResult:
-    """Feed the events to the scheduler; stops at the first answer that differs from the recorded one."""
-    state = State(fleet=log.fleet, options=log.options)
+def replay(log: EventLog, state: State | None = None) -> ReplayResult:
+    """Feed the events to the scheduler, from a state on; stops at the first answer that differs from the recorded
+    one."""
+    state = State(fleet=log.fleet, options=log.options) if state is None else state
     num_actions = 0
     for number, (event, recorded) in enumerate(log.entries, 1):
         state, actions = schedule(state, event)

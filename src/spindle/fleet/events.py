@@ -206,6 +206,7 @@ class Resize:
 Action = Plan | Start | Stop | Resize
 
 _EVENTS: dict[str, type] = {kind.__name__: kind for kind in Event.__args__}
+_ACTIONS: dict[str, type] = {kind.__name__: kind for kind in Action.__args__}
 
 
 def event_json(event: Event) -> dict[str, Any]:
@@ -222,3 +223,13 @@ def event_from_json(data: Any, where: str) -> Event:
 
 def action_json(action: Action) -> dict[str, Any]:
     return {"action": type(action).__name__, **to_json(action)}
+
+
+def action_from_json(data: Any, where: str) -> Action:
+    if not isinstance(data, dict) or data.get("action") not in _ACTIONS:
+        raise InputError(
+            f"{where}: expected an object whose 'action' is one of {', '.join(_ACTIONS)}, got {shown(data)}"
+        )
+    body = {key: value for key, value in data.items() if key != "action"}
+    action: Action = from_json(_ACTIONS[data["action"]], body, where)
+    return action

@@ -77,17 +77,44 @@ def explain_job(state: State, name: str) -> Explanation:
     row = rows[0]
     utility = utilities(columns, state.options, state.now_s)
     prices, _ = _prices(given, utility)
-    used = np.zeros(columns.num_kinds, dtype=np.int64)
-    holding = given.held[given.held >= 0]
-    np.add.at(used, columns.kind[holding], columns.count[holding])
-    free = given.capacity[: columns.num_kinds] - used
-    cells = tuple(
-        _cell_facts(given, utility, prices, free, row, cell)
-        for cell in range(columns.first[row], columns.first[row + 1])
-    )
+    free = _free(given)
+    cells = _cells(given, utility, prices, free, row)
     reason, helps = _reason(state, given, row, cells)
     job = columns.jobs[row]
     return Explanation(job=name, phase=job.phase, reason=reason + _deadline(state, job), cells=cells, helps=helps)
+
+
+class WaitReasons:
+    """Why jobs wait: `reasons` by job and since when, as of the first round that gave them nothing."""
+
+    def __init__(self) -> None:
+        self.reasons: dict[tuple[str, float], str] = {}
+
+    def note(self, state: State) -> None:
+        """Call this with the state after a round. Prices are those of the round: nothing is solved again."""
+        new = [
+            job for job in state.jobs if job.phase == WAITING and (job.name, job.waiting_since_s) not in self.reasons
+        ]
+        if not new:
+            return
+        given = round_of(state)
+        rows = {job.name: row for row, job in enumerate(given.columns.jobs)}
+        utility = utilities(given.columns, state.options, state.now_s)
+        free = _free(given)
+        for job in new:
+            cells = _cells(given, utility, given.prices, free, rows[job.name])
+            reason, _ = _reason(state, given, rows[job.name], cells)
+            self.reasons[job.name, job.waiting_since_s] = reason
+
+
+def _free(given: Round) -> np.ndarray:
+    """Devices of each kind that no job holds."""
+    columns = given.columns
+    used = np.zeros(columns.num_kinds, dtype=np.int64)
+    holding = given.held[given.held >= 0]
+    np.add.at(used, columns.kind[holding], columns.count[holding])
+    free: np.ndarray = given.capacity[: columns.num_kinds] - used
+    return free
 
 
 def _deadline(state: State, job: JobState) -> str:
@@ -115,8 +142,23 @@ def _prices(given: Round, utility: FloatColumn) -> tuple[FloatColumn, float]:
     return prices, float(bound)
 
 
+def _cells(
+    given: Round, utility: FloatColumn, prices: FloatColumn, free: np.ndarray, row: int
+) -> tuple[CellFacts, ...]:
+    columns = given.columns
+    cells = range(columns.first[row], columns.first[row + 1])
+    rivals = {kind: _rivals(columns, given, utility, kind, row) for kind in {int(columns.kind[cell]) for cell in cells}}
+    return tuple(_cell_facts(given, utility, prices, free, row, cell, rivals) for cell in cells)
+
+
 def _cell_facts(
-    given: Round, utility: FloatColumn, prices: FloatColumn, free: np.ndarray, row: int, cell: int
+    given: Round,
+    utility: FloatColumn,
+    prices: FloatColumn,
+    free: np.ndarray,
+    row: int,
+    cell: int,
+    rivals: dict[int, tuple[str, ...]],
 ) -> CellFacts:
     columns = given.columns
     kind, count = int(columns.kind[cell]), int(columns.count[cell])
@@ -135,7 +177,7 @@ def _cell_facts(
         cost=float(count * price),
         num_free=int(free[kind]),
         is_held=bool(given.held[row] == cell),
-        rivals=_rivals(columns, given, utility, kind, row),
+        rivals=rivals[kind],
     )
 
 
@@ -180,6 +222,8 @@ def _reason(state: State, given: Round, row: int, cells: tuple[CellFacts, ...]) 
         helps.append(f"accepting fewer than {count_of(smallest.num_devices, 'device')}")
     if all(cell.grade == "bound" for cell in cells):
         return "its cells have bounds only; it starts as soon as one that is chosen is planned", tuple(helps)
+    if state.options.policy != "price":
+        return _fixed_reason(state, job, best, cells), tuple(helps)
     fitting = [cell for cell in cells if cell.num_devices <= cell.num_free]
     if best.utility > best.cost and fitting:
         return (
@@ -192,6 +236,23 @@ def _reason(state: State, given: Round, row: int, cells: tuple[CellFacts, ...]) 
         f"its best cell, {best.num_devices} x {best.kind}, is worth {best.utility:.3g} and costs {best.cost:.3g}: all "
         f"{best.kind} devices serve jobs that gain more per device{rivals}",
         tuple(helps),
+    )
+
+
+def _fixed_reason(state: State, job: JobState, best: CellFacts, cells: tuple[CellFacts, ...]) -> str:
+    """Why a job waits under a policy that knows no prices: what it would take, and what is free."""
+    requested = next(
+        (
+            cell
+            for cell in cells
+            if (cell.kind, cell.num_devices) == (job.job.requested_kind, job.job.requested_devices)
+        ),
+        None,
+    )
+    shown, what = (requested, "it requests") if requested else (best, "its best cell is")
+    return (
+        f"{what} {shown.num_devices} x {shown.kind}, of which {shown.num_free} are free; policy {state.options.policy} "
+        "gives the others to other jobs"
     )
 
 

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from bisect import bisect_right
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 import numpy as np
 
+from spindle.fleet.cells import Estimate
 from spindle.fleet.events import NodeShare
+from spindle.fleet.fleet import Fleet
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -15,6 +18,7 @@ class JobSpan:
     """One attempt of a job: devices from `start_s` to `end_s`, training since `ready_s` (`end_s` if it never did).
 
     `rate_share` is its true rate over the best that the job could have; `lost_s` of its training was lost to a fault.
+    `estimated_step_s` is what the scheduler expected when it started, `step_s` what was measured; 0 where unknown.
     """
 
     job: str
@@ -27,11 +31,14 @@ class JobSpan:
     end_s: float
     rate_share: float
     lost_s: float = 0.0
+    estimated_step_s: float = 0.0
+    step_s: float = 0.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class JobRecord:
-    """One job from arrival to completion. `alone_s` is how long it takes in the cell that it requested."""
+    """One job from arrival to completion. `alone_s` is how long it takes in the cell that it requested; `estimates` are
+    what was known of its cells at the end."""
 
     name: str
     arrival_s: float
@@ -40,6 +47,9 @@ class JobRecord:
     requested_devices: int
     longest_wait_s: float
     num_reallocations: int
+    team: str = ""
+    phase: str = "completed"
+    estimates: tuple[Estimate, ...] = ()
 
     @property
     def jct_s(self) -> float:
@@ -58,6 +68,23 @@ class RoundRecord:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Wait:
+    """A time in which a job had no devices, and why, as of the first round that gave it none."""
+
+    job: str
+    start_s: float
+    end_s: float
+    reason: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NodeRecord:
+    name: str
+    kind: str
+    num_devices: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Fault:
     """A node that was lost, and when it was back."""
 
@@ -68,19 +95,30 @@ class Fault:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FleetTimeline:
-    """A whole trace under a policy; the same trace, policy and seed give the same bytes."""
+    """A whole trace under a policy, or the recorded life of a fleet; the same trace, policy and seed give the same
+    bytes. `nodes` are in the fleet's order, which also numbers kinds: prices of rounds are in that order."""
 
     trace: str
     policy: str
     fleet: str
     num_devices: int
-    notes: tuple[str, ...]
+    notes: tuple[str, ...] = ()
     num_excluded: int
     last_arrival_s: float
-    jobs: tuple[JobRecord, ...]
-    spans: tuple[JobSpan, ...]
-    rounds: tuple[RoundRecord, ...]
+    jobs: tuple[JobRecord, ...] = ()
+    spans: tuple[JobSpan, ...] = ()
+    rounds: tuple[RoundRecord, ...] = ()
     faults: tuple[Fault, ...] = ()
+    nodes: tuple[NodeRecord, ...] = ()
+    waits: tuple[Wait, ...] = ()
+
+    @property
+    def kinds(self) -> tuple[str, ...]:
+        return tuple(dict.fromkeys(node.kind for node in self.nodes))
+
+    @property
+    def end_s(self) -> float:
+        return max((job.completion_s for job in self.jobs), default=0.0)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -102,6 +140,33 @@ class FleetMeasures:
     num_rounds: int
     num_jobs: int
     num_excluded: int
+
+
+def node_records(fleet: Fleet) -> tuple[NodeRecord, ...]:
+    return tuple(
+        NodeRecord(name=name, kind=fleet.kinds[kind].name, num_devices=size)
+        for name, kind, size in zip(fleet.node_names, fleet.kind_of_node, fleet.size_of_node, strict=True)
+    )
+
+
+def waits_of(
+    jobs: Iterable[JobRecord], spans: Iterable[JobSpan], reasons: Mapping[tuple[str, float], str]
+) -> tuple[Wait, ...]:
+    """The times without devices of every job, from arrival to its end; `reasons` by job and beginning."""
+    begins = {job.name: job.arrival_s for job in jobs}
+    waits = []
+    for span in sorted(spans, key=lambda span: span.start_s):
+        since_s = begins[span.job]
+        if span.start_s > since_s:
+            reason = reasons.get((span.job, since_s), "")
+            waits.append(Wait(job=span.job, start_s=since_s, end_s=span.start_s, reason=reason))
+        begins[span.job] = span.end_s
+    for job in jobs:
+        since_s = begins[job.name]
+        if job.completion_s > since_s:
+            reason = reasons.get((job.name, since_s), "")
+            waits.append(Wait(job=job.name, start_s=since_s, end_s=job.completion_s, reason=reason))
+    return tuple(sorted(waits, key=lambda wait: (wait.start_s, wait.job)))
 
 
 def measure_fleet(timeline: FleetTimeline) -> FleetMeasures:

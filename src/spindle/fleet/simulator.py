@@ -34,12 +34,21 @@ from spindle.fleet.events import (
     Submitted,
     Ticked,
 )
+from spindle.fleet.explain import WaitReasons
 from spindle.fleet.fleet import Fleet
-from spindle.fleet.fleet_timeline import Fault, FleetTimeline, JobRecord, JobSpan, RoundRecord
+from spindle.fleet.fleet_timeline import (
+    Fault,
+    FleetTimeline,
+    JobRecord,
+    JobSpan,
+    RoundRecord,
+    node_records,
+    waits_of,
+)
 from spindle.fleet.job import Job
 from spindle.fleet.leases import are_guaranteed, check_wait, note_due_jobs
 from spindle.fleet.scheduler import schedule
-from spindle.fleet.state import SchedulerOptions, State
+from spindle.fleet.state import WAITING, JobState, SchedulerOptions, State
 from spindle.fleet.trace import Injection, Trace, TraceJob
 
 _MEASURED_AFTER = 20  # steps
@@ -58,6 +67,7 @@ class _Run:
     start_s: float = 0.0
     ready_s: float = _NEVER
     step_s: float = 0.0
+    estimated_step_s: float = 0.0
     cell: Cell | None = None
     nodes: tuple[NodeShare, ...] = ()
     waiting_since_s: float = 0.0
@@ -86,11 +96,14 @@ def simulate_fleet(
     injection: Injection = Injection(),  # noqa: B008
     observe: Callable[[Event, tuple[Action, ...]], None] | None = None,
     until_s: float = _NEVER,
+    explains: bool = False,
 ) -> SimulatedFleet:
     """Simulate a trace. `observe` is called with every event and the scheduler's answer. With `until_s` the run is cut
-    there, and jobs that are not done count as completed at that time."""
+    there, and jobs that are not done count as completed at that time. With `explains` the timeline says why jobs
+    waited."""
     begin_s = time.process_time()
     machine = _Machine(trace, fleet, options, injection, observe)
+    machine.reasons = WaitReasons() if explains else None
     machine.run(until_s)
     timeline = machine.timeline(min(until_s, machine.state.now_s))
     return SimulatedFleet(
@@ -120,6 +133,7 @@ class _Machine:
         self.rounds: list[RoundRecord] = []
         self.faults: list[Fault] = []
         self.round_cpu_s: list[float] = []
+        self.reasons: WaitReasons | None = None
         self.num_left = 0
         self.last_event_s = 0.0
         self.down: set[str] = set()
@@ -201,6 +215,8 @@ class _Machine:
                 prices=tuple(price.value for price in report.prices),
             )
         )
+        if self.reasons is not None:
+            self.reasons.note(self.state)
         if self.checks_waits:
             note_due_jobs(self.state, self.num_ahead)
         idle = len(self.rounds) > 1 and waiting == len(self.state.jobs) and not self.queue and not self.down
@@ -256,6 +272,8 @@ class _Machine:
         run.step_s = run.times[action.cell.kind, action.cell.num_devices]
         if any(share.node in self.slow for share in action.nodes):
             run.step_s *= self.injection.slow_factor
+        known = self.state.find(action.job)
+        run.estimated_step_s = known.step_s(action.cell) if known is not None else 0.0
         run.num_reallocations += 1
         if isinstance(action, Start):
             wait_s = time_s - run.waiting_since_s
@@ -301,6 +319,8 @@ class _Machine:
                 end_s=time_s,
                 rate_share=1 / (run.step_s * run.best_rate),
                 lost_s=lost_s,
+                estimated_step_s=run.estimated_step_s,
+                step_s=run.step_s if run.ready_s + _MEASURED_AFTER * run.step_s <= time_s else 0.0,
             )
         )
         run.cell, run.nodes, run.attempt = None, (), -1
@@ -353,6 +373,9 @@ class _Machine:
                     self._leave(name, end_s)
                 run.longest_wait_s = max(run.longest_wait_s, end_s - run.waiting_since_s)
                 run.completion_s = max(end_s, run.trace.arrival_s)
+        known = {job.name: job for job in (*self.state.jobs, *self.state.ended)}
+        jobs = tuple(_record(name, run, known.get(name)) for name, run in self.runs.items())
+        spans = tuple(sorted(self.spans, key=lambda span: (span.start_s, span.job)))
         return FleetTimeline(
             trace=self.trace.name,
             policy=self.options.policy,
@@ -361,14 +384,16 @@ class _Machine:
             notes=self.trace.notes,
             num_excluded=self.trace.num_excluded,
             last_arrival_s=self.trace.jobs[-1].arrival_s,
-            jobs=tuple(_record(name, run) for name, run in self.runs.items()),
-            spans=tuple(sorted(self.spans, key=lambda span: (span.start_s, span.job))),
+            jobs=jobs,
+            spans=spans,
             rounds=tuple(self.rounds),
             faults=tuple(self.faults),
+            nodes=node_records(self.fleet),
+            waits=waits_of(jobs, spans, self.reasons.reasons) if self.reasons is not None else (),
         )
 
 
-def _record(name: str, run: _Run) -> JobRecord:
+def _record(name: str, run: _Run, known: JobState | None) -> JobRecord:
     job = run.trace.job
     requested_s = run.times.get((job.requested_kind, job.requested_devices), min(run.times.values()))
     return JobRecord(
@@ -379,6 +404,9 @@ def _record(name: str, run: _Run) -> JobRecord:
         requested_devices=max(1, job.requested_devices),
         longest_wait_s=run.longest_wait_s,
         num_reallocations=run.num_reallocations,
+        team=job.team,
+        phase=known.phase if known is not None else WAITING,
+        estimates=known.estimates if known is not None else (),
     )
 
 

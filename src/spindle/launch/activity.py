@@ -16,7 +16,8 @@ import statistics
 import sys
 import threading
 import time
-from collections.abc import Iterator, Mapping
+from collections import deque
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -27,6 +28,9 @@ from spindle.launch.user_code import is_users
 RECORD_S = 5.0  # between two records
 LIMIT_VARIABLE = "SPINDLE_HUNG_S"  # seconds without progress after which a rank hangs; 0: never
 LIMIT_S = 60.0
+_WARM_STEPS = 20  # that do not count in the median of a step
+_LEAST_STEPS = 5  # that a median is of
+_MEDIAN_OF = 50
 _LONGEST_STEPS = 20  # no rank hangs before so many of the longest steps
 _PATIENCE = 10  # times the limit: first steps compile, a callback may evaluate, and a loader wait for a file system
 _SLOW = 1.3  # times as long as predicted, relative to other ranks
@@ -45,6 +49,9 @@ class Activity:
     waiting: str  # what it waits for others for; empty if it does not
     where: str  # the line of the script that it runs
     checkpoint_every: int | None = None  # steps
+    checkpoints: str = ""  # the folder of its checkpoints
+    step_s: float | None = None  # median of its last steps, once it has taken enough of them
+    num_taken: int = 0  # steps that this process has taken
     slowness: float | None = None  # compute measured over predicted, of the last steps
     host: str = ""
     is_first_step: bool = False  # of a fit, or after a pause
@@ -57,6 +64,8 @@ class Activity:
         numbers = (self.longest_step_s, 0.0 if self.slowness is None else self.slowness)
         if not all(isinstance(number, int | float) for number in numbers) or not isinstance(self.step, int | None):
             raise ValueError(f"not a record of a rank's activity: {self!r}")
+        if not isinstance(self.step_s, int | float | None) or not isinstance(self.num_taken, int):
+            raise ValueError(f"not a record of a rank's activity: {self!r}")
 
 
 class Recorder:
@@ -67,8 +76,10 @@ class Recorder:
         self.is_watched = False
         self.phase = self.waiting = ""
         self.checkpoint_every: int | None = None
+        self.checkpoints = ""
         self.slowness: float | None = None
-        self.num_events = 0
+        self.num_events = self._num_taken = 0
+        self._steps_s: deque[float] = deque(maxlen=_MEDIAN_OF)
         self._num_records = 0
         self._longest_step_s = 0.0
         self._is_first_step = False
@@ -83,8 +94,11 @@ class Recorder:
     def step_done(self, step: int) -> None:
         """Note that the steps before `step` are done."""
         now_s = time.monotonic()
+        self._num_taken += 1
         if self._last_s is not None:
             self._longest_step_s = max(self._longest_step_s, now_s - self._last_s)
+            if self._num_taken > _WARM_STEPS:
+                self._steps_s.append(now_s - self._last_s)
         self._last_s, self.step, self.is_watched, self._is_first_step = now_s, step, True, False
         self.num_events += 1
 
@@ -111,6 +125,7 @@ class Recorder:
 
     def activity(self) -> Activity:
         self._num_records += 1
+        steps_s = tuple(self._steps_s)
         return Activity(
             num_records=self._num_records,
             num_events=self.num_events,
@@ -120,6 +135,9 @@ class Recorder:
             waiting=self.waiting,
             where=_place_of_main_thread(),
             checkpoint_every=self.checkpoint_every,
+            checkpoints=self.checkpoints,
+            step_s=statistics.median(steps_s) if len(steps_s) >= _LEAST_STEPS else None,
+            num_taken=self._num_taken,
             slowness=self.slowness,
             host=socket.gethostname(),
             is_first_step=self._is_first_step,
@@ -139,7 +157,13 @@ class Recorder:
                 partial = folder / f"{rank}.part"
                 partial.write_text(json.dumps(asdict(self.activity())))
                 os.replace(partial, folder / f"{rank}.json")
-            time.sleep(RECORD_S)
+            time.sleep(_record_s())
+
+
+def _record_s() -> float:
+    with suppress(ValueError):
+        return max(0.1, float(os.environ.get(variables.RECORD_S, RECORD_S)))
+    return RECORD_S
 
 
 recorder = Recorder()  # of this process, as `sys.modules` is
@@ -152,10 +176,10 @@ def parse_activity(text: str) -> Activity | None:
     return None
 
 
-def read_activities(folder: Path, num_ranks: int) -> dict[int, Activity]:
-    """The last record of each rank that has written one."""
+def read_activities(folder: Path, ranks: Iterable[int]) -> dict[int, Activity]:
+    """The last record of each of these ranks that has written one."""
     activities = {}
-    for rank in range(num_ranks):
+    for rank in ranks:
         with suppress(OSError):
             activity = parse_activity((folder / f"{rank}.json").read_text())
             if activity is not None:
@@ -173,11 +197,12 @@ def hung_limit_s() -> float:
 class HangDetector:
     """Finds ranks that hang: no rank has made progress for a long time, and these are not waiting for others.
 
-    Time is what the caller counts, not a clock, so that a job that is stopped and continued as a whole goes on.
+    Time is what the caller counts, not a clock, so that a job that is stopped and continued as a whole goes on. Without
+    `sees_all` there are further ranks elsewhere: where all of these wait, another one hangs.
     """
 
-    def __init__(self, num_ranks: int, limit_s: float) -> None:
-        self._num_ranks, self._limit_s = num_ranks, limit_s
+    def __init__(self, num_ranks: int, limit_s: float, *, sees_all: bool = True) -> None:
+        self._num_ranks, self._limit_s, self._sees_all = num_ranks, limit_s, sees_all
         self._events: dict[int, int] = {}
         self._records: dict[int, int] = {}
         self._silent_s = 0.0
@@ -205,7 +230,8 @@ class HangDetector:
             limit_s *= _PATIENCE
         if self._silent_s < limit_s:
             return {}
-        return {rank: self._text(activities[rank], rank in mute) for rank in sorted(busy or activities)}
+        suspects = busy or (activities if self._sees_all else ())
+        return {rank: self._text(activities[rank], rank in mute) for rank in sorted(suspects)}
 
     def _text(self, activity: Activity, is_mute: bool) -> str:
         silence = f"has made no progress for {self._silent_s:.0f} s, in step {activity.step}"

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -174,8 +175,8 @@ def measure_layers(
             if lanes:
                 try:
                     copies = [
-                        _point(_rotated(code[position], number), kinds[position], batch, inputs, device, graphs, False)
-                        for number in range(NUM_COPIES)
+                        _point(copy, kinds[position], batch, inputs, device, graphs, False)
+                        for copy in _copies(code[position], batch, inputs)
                     ]
                     # A compiled backward is one node of the autograd graph, which cannot be split.
                     contention, share = meter.contention(copies, splits=not _is_compiled(code[position]))
@@ -260,14 +261,25 @@ def _measure_group(
         )
 
 
-def _rotated(code: OpCode, number: int) -> OpCode:
-    """An op with other layers behind the first, all of which are equal: a copy with weights of its own, if there are
-    enough layers. The first one stays, because it may take its values in another order than those behind it."""
-    if isinstance(code, LossCode):
-        return code
-    head, rest = code.layers[:1], code.layers[1:]
-    first = number * _MAX_LAYERS % len(rest) if rest else 0
-    return replace(code, layers=(*head, *rest[first:], *rest[:first]))
+def _copies(code: OpCode, batch: Any, inputs: Mapping[str | None, Any]) -> list[OpCode]:
+    """An op several times, each with other layers behind the first, all of which are equal: copies with weights of
+    their own, if there are enough layers. A layer stands only behind one that gives what it takes in the op's own
+    order: values that no later layer reads are dropped on the way, and the first layer may order its own differently.
+    """
+    if isinstance(code, LossCode) or len(code.layers) <= _MAX_LAYERS:
+        return [code] * NUM_COPIES
+    taken, given = [], []
+    values: Any = None
+    for run in _steps(code, batch, inputs):
+        taken.append(_form(values))
+        values = as_leaves(run(copied(values)))
+        given.append(_form(values))
+    rest = range(1, len(code.layers))
+    rotated = [[0, *rest[first:], *rest[:first]][:_MAX_LAYERS] for first in range(len(rest))]
+    orders = [order for order in rotated if all(given[before] == taken[after] for before, after in pairwise(order))]
+    # The first is the op's own order. Copies are spread over all of them, so that few layers are in two copies.
+    chosen = [orders[number * len(orders) // NUM_COPIES] for number in range(NUM_COPIES)]
+    return [replace(code, layers=tuple(code.layers[place] for place in order)) for order in chosen]
 
 
 def _sizes(graph: MetaGraph, position: int, num_devices: int, device: torch.device) -> list[int]:

@@ -48,16 +48,21 @@ def replay_forward(
 
     `runs_ahead`: what blocks take that depends on no block is computed in front of the first one.
 
-    A replay runs the code more often than once in a step, and on several ranks, so it must leave no state on modules;
-    state that is set up by the first call only is fine.
+    A replay runs the code more often than once in a step, and on several ranks, so it must leave no state on modules
+    that a later call reads; state that is set up by the first call only is fine, and so are tensors that it leaves for
+    others (`rope_deltas`).
     """
     learner = _Learner(module, list(blocks), args, kwargs, runs_ahead)
     recording = learner.recording()
-    if learner.has_changed_modules:
+    if learner.has_changed_modules or learner.has_left_tensors:
+        # Once more, with what the first call has left: only now it can be read.
         learner = _Learner(module, list(blocks), args, kwargs, runs_ahead)
         recording = learner.recording()
     if learner.has_changed_modules:
         raise UnsupportedForwardError("its forward changes attributes or buffers of the module itself")
+    if learner.kept:
+        owner, name = learner.kept[0]
+        raise UnsupportedForwardError(f"its forward reads {type(owner).__name__}.{name}, a tensor of the call before")
     return recording
 
 
@@ -68,6 +73,8 @@ class _Dependencies(TorchDispatchMode):  # type: ignore[no-untyped-call]
         super().__init__()  # type: ignore[no-untyped-call]
         self.of: dict[int, set[Source]] = {}
         self.read: set[Source] = set()
+        self.used: set[int] = set()  # storages of attributes that an operation has taken
+        self.attributes: frozenset[int] = frozenset()
         self.is_random = False
         self.is_paused = False
         self._alive: list[Any] = []
@@ -82,7 +89,10 @@ class _Dependencies(TorchDispatchMode):  # type: ignore[no-untyped-call]
         sources: set[Source] = set()
         for leaf in tree_leaves(value):
             if isinstance(leaf, torch.Tensor):
-                sources |= self.of.get(leaf.untyped_storage()._cdata, set())
+                key = leaf.untyped_storage()._cdata
+                sources |= self.of.get(key, set())
+                if key in self.attributes:
+                    self.used.add(key)
         return sources
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -134,6 +144,8 @@ class _Learner:
     calls: list[_Call] = field(default_factory=list)
     losses: dict[int, int | set[int]] = field(default_factory=dict)  # by leaf of the output, see `_losses`
     has_changed_modules: bool = False  # whether the code around its parts has left something on modules
+    has_left_tensors: bool = False  # whether it has left other tensors as attributes
+    kept: list[tuple[nn.Module, str]] = field(default_factory=list)  # attributes that it has both read and replaced
 
     def recording(self) -> Recording:
         outer_context = current_context()
@@ -239,13 +251,28 @@ class _Learner:
         with torch.no_grad(), without_caches(self.module), zero_weights(self.module, device) as zeros:
             for number, (owner, name) in enumerate(loose):
                 follow.add(zeros[id(owner), name], ("loose", number))
-            before = ModuleStates(around)
+            before, tensors = ModuleStates(around), _tensor_attributes(around)
+            follow.attributes = frozenset(tensor.untyped_storage()._cdata for tensor, _ in tensors.values())
             with intercepted_calls(targets, called), follow, _noting_reads(follow), losses:
                 result = self.module(*args, **kwargs)
             self.has_changed_modules = bool(before.changed_modules(but_for_tensors=True))
+            self._compare_tensors(around, tensors, follow)
         result_leaves = tree_leaves(result)
         self.losses = _losses(result_leaves, losses, follow, leaves)
         return result, [follow.sources(leaf) for leaf in result_leaves], set(follow.read)
+
+    def _compare_tensors(
+        self, around: list[nn.Module], before: dict[Attribute, tuple[torch.Tensor, int]], follow: _Dependencies
+    ) -> None:
+        """Note tensors that were left as attributes, and those among them whose earlier values were read."""
+        now = _tensor_attributes(around)
+        changed = [
+            key
+            for key, (value, version) in before.items()
+            if key not in now or now[key][0] is not value or now[key][1] != version
+        ]
+        self.has_left_tensors = bool(changed) or now.keys() != before.keys()
+        self.kept = [key for key in changed if before[key][0].untyped_storage()._cdata in follow.used]
 
     def _check_blocks(self, block_ids: set[int]) -> None:
         num_blocks = sum(id(call.module) in block_ids for call in self.calls)
@@ -566,6 +593,16 @@ class _Writer:
                 name=name, text=text, uses=frozenset(uses), kind=kind, attributes=attributes, context=current_context()
             )
         )
+
+
+def _tensor_attributes(modules: Iterable[nn.Module]) -> dict[Attribute, tuple[torch.Tensor, int]]:
+    """Plain attributes that are tensors, with how often they were changed in place."""
+    return {
+        (module, name): (value, version_of(value))
+        for module in modules
+        for name, value in vars(module).items()
+        if isinstance(value, torch.Tensor)
+    }
 
 
 @contextmanager

@@ -53,7 +53,8 @@ class Curve:
     `backward_s` that computes weight gradients and may run later; empty if it is not known. `launch_s` is the host time
     to launch the forward and the backward kernels of one layer, for any batch size; zero for layers that run as CUDA
     graphs, and where it was not measured. `contention`, for each number of devices, is needed by plans with lanes;
-    empty where it was not measured.
+    empty where it was not measured. `measured` are the numbers of devices whose times were measured, where others lie
+    between measurements; empty where no time was measured.
     """
 
     num_devices: tuple[int, ...]
@@ -63,6 +64,7 @@ class Curve:
     weight_s: tuple[float, ...] = ()
     launch_s: tuple[float, float] = (0.0, 0.0)
     contention: tuple[Contention, ...] = ()
+    measured: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
         if not self.num_devices:
@@ -76,6 +78,11 @@ class Curve:
         if self.tensor_degree < 1 or self.num_devices[0] % self.tensor_degree:
             raise ProfileError(
                 f"{self.num_devices[0]} devices cannot be split into tensor groups of {self.tensor_degree}"
+            )
+        if self.measured and not set(self.measured) <= set(self.num_devices):
+            raise ProfileError(
+                f"a curve was measured on {list(self.measured)[:8]} devices, and has times for "
+                f"{_ranges(self.num_devices)}"
             )
         times = np.asarray(self.forward_s + self.backward_s + self.launch_s)
         if not (np.isfinite(times).all() and (times >= 0).all()):
@@ -136,6 +143,7 @@ class Curve:
             backward_s=self.backward_s[:count],
             weight_s=self.weight_s[:count],
             contention=self.contention[:count],
+            measured=tuple(number for number in self.measured if number <= num_devices),
         )
 
     def scaled(self, factor: float) -> Curve:

@@ -88,6 +88,7 @@ def curve_from_samples(samples: LayerSamples, batch_size: int, max_devices: int)
         weight_s=() if samples.weight_share is None else tuple(samples.weight_share * time_s for time_s in backward_s),
         launch_s=samples.launch_s,
         contention=contention,
+        measured=tuple(count for count in counts if -(-batch_size // count) in samples.rows),
     )
 
 

@@ -14,6 +14,7 @@ from spindle.report.colocated import (
 )
 from spindle.report.compare import REFERENCE, compared, conclusion
 from spindle.report.explain import explain, headline, sentences
+from spindle.report.fleet_page import FleetReport, fleet_page_data
 from spindle.report.gantt import Chart, columns_for, draw, plan_chart, timeline_chart
 from spindle.report.html import page_html
 from spindle.report.idle import idle_causes, idle_sentences
@@ -41,6 +42,7 @@ __all__ = [
     "REFERENCE",
     "STEPS",
     "Chart",
+    "FleetReport",
     "ModuleLoad",
     "Run",
     "ShownTimeline",
@@ -59,6 +61,7 @@ __all__ = [
     "draw",
     "draw_steps",
     "explain",
+    "fleet_page_data",
     "headline",
     "idle_causes",
     "idle_sentences",

@@ -7,7 +7,18 @@ from html import escape
 from importlib.resources import files
 
 # In this order: later files use earlier ones.
-SCRIPTS = ("data.js", "sums.js", "rows.js", "colours.js", "paint.js", "causes.js", "charts.js", "panels.js", "view.js")
+SCRIPTS = (
+    "data.js",
+    "sums.js",
+    "rows.js",
+    "colours.js",
+    "paint.js",
+    "causes.js",
+    "charts.js",
+    "panels.js",
+    "fleet.js",
+    "view.js",
+)
 
 
 def page_html(title: str, data: bytes) -> str:

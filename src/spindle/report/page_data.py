@@ -31,7 +31,7 @@ from spindle.report.sums import CLASSES, recompute_shares
 from spindle.report.trace import instruction_name
 from spindle.timeline import Column, Timeline, pack, time_columns
 
-VERSION = 1
+VERSION = 2
 KINDS = ("forward", "backward", "transfer", "sync", "gather", "optimizer")
 _MAX_CURVES = 8  # of one module
 _UNLIMITED = 1 << 60  # bytes: memory of devices of no particular kind
@@ -77,6 +77,7 @@ def step_page_data(report: StepReport) -> bytes:
         "spindle": "report",
         "version": VERSION,
         "kind": "step",
+        "unit": 1e-9,
         "title": report.title,
         "kinds": KINDS,
         "classes": CLASSES,
@@ -226,7 +227,7 @@ def module_curves(report: StepReport) -> list[dict[str, Any]]:
             chosen.setdefault(shape.op, set()).add(len(shape.ranks))
         for position, op in enumerate(profile.graph.metaops):
             curve = profile.curve(position, setting)
-            key = (curve.num_devices, curve.forward_s, curve.backward_s, curve.tensor_degree)
+            key = (curve.num_devices, curve.forward_s, curve.backward_s, curve.tensor_degree, curve.measured)
             entry = modules.setdefault(group_of(op), {}).setdefault(
                 key,
                 {
@@ -234,6 +235,7 @@ def module_curves(report: StepReport) -> list[dict[str, Any]]:
                     "degree": curve.tensor_degree,
                     "devices": list(curve.num_devices),
                     "seconds": [sum(pair) for pair in zip(curve.forward_s, curve.backward_s, strict=True)],
+                    "measured": list(curve.measured),
                     "chosen": [],
                     "ops": 0,
                 },
@@ -277,7 +279,14 @@ def _assumptions(report: StepReport) -> list[str]:
         lines |= dict.fromkeys(f"Simulated steps leave out {text}." for text in profile.leaves_out)
         lines |= dict.fromkeys(_plan_lines(plan))
         if shown.measured:
-            lines["Measured steps have no memory: it is predicted. Clocks of several hosts may differ."] = None
+            lines["Clocks of several hosts may differ in measured steps."] = None
+            if shown.timeline.static_bytes.any():
+                lines[
+                    "Memory of measured steps was read after each instruction of another step of the same plan, "
+                    "because reading takes time. It is that of tensors alone."
+                ] = None
+            else:
+                lines["Memory of measured steps was not measured; it is shown where it is predicted."] = None
     lines["A gap is explained by the program's dependencies; contention for links and launches are not among them."] = (
         None
     )

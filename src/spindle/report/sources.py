@@ -14,12 +14,12 @@ def run_report(runs: Mapping[str, Run]) -> StepReport:
     """The report of one run: its predicted step and the median of its measured ones first. Of several, by the names of
     their folders: a typical step of each first."""
     if len(runs) == 1:
-        (run,) = runs.values()
+        ((folder, run),) = runs.items()
         typical = _typical(run)
         others = tuple(shown for shown in _measured(run) if shown.timeline is not typical.timeline)
         timelines = (_predicted(run), *(() if typical.timeline is run.predicted else (typical,)), *others)
         return StepReport(
-            title=run.name,
+            title=folder,
             timelines=timelines,
             steps=run.steps,
             notes=_notes(run),

@@ -205,4 +205,7 @@ def _curve_panel(module: dict[str, object], left: float, top: float) -> Iterator
         yield Path(points=tuple(place(count, time_s) for count, time_s in times.items()), stroke=colour, width=1.6)
         for count, time_s in times.items():
             x, y = place(count, time_s)
-            yield Dot(x=x, y=y, radius=5.0 if count in curve["chosen"] else 2.0, fill=colour)
+            radius = 5.0 if count in curve["chosen"] else 2.4
+            yield Dot(x=x, y=y, radius=radius, fill=colour)
+            if curve["measured"] and count not in curve["measured"]:  # hollow: between measurements
+                yield Dot(x=x, y=y, radius=radius - 1.2, fill="#ffffff")

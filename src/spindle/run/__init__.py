@@ -31,7 +31,7 @@ from spindle.run.resharding import TensorSpec, box_view, reshard, send_tensors, 
 from spindle.run.shape_inference import Cuts, ShapeInference
 from spindle.run.shards import Shards
 from spindle.run.staging import Copied, Staging
-from spindle.run.step import MAX_AHEAD, HostCopy, MicroStep, Pace, Watch
+from spindle.run.step import MAX_AHEAD, HeldBytes, HostCopy, MicroStep, Pace, ReadBytes, Watch
 from spindle.run.weights import Weights
 from spindle.run.world import (
     Gathering,
@@ -53,6 +53,7 @@ __all__ = [
     "Cuts",
     "Executor",
     "Gathering",
+    "HeldBytes",
     "HostCopy",
     "ItemCode",
     "ItemRows",
@@ -65,6 +66,7 @@ __all__ = [
     "OpCode",
     "Pace",
     "PytreeMeta",
+    "ReadBytes",
     "ShapeInference",
     "Shards",
     "Staging",

@@ -22,12 +22,18 @@ class Budget(TorchDispatchMode):
     def __init__(self, limit_bytes: int | None = None) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.limit_bytes, self.num_bytes, self.peak_bytes = limit_bytes, 0, 0
+        self._recent_peak_bytes = 0
         self._known: dict[int, weakref.finalize[Any, Any]] = {}
 
     def adopt(self, tensors: Iterable[torch.Tensor]) -> None:
         """Count tensors that were created before."""
         for tensor in tensors:
             self._note(tensor)
+
+    def read(self) -> tuple[int, int]:
+        """The most bytes since the last call, and those of now."""
+        peak_bytes, self._recent_peak_bytes = self._recent_peak_bytes, self.num_bytes
+        return max(peak_bytes, self.num_bytes), self.num_bytes
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
@@ -45,6 +51,7 @@ class Budget(TorchDispatchMode):
         self._known[key] = weakref.finalize(storage, self._free, key, num_bytes)
         self.num_bytes += num_bytes
         self.peak_bytes = max(self.peak_bytes, self.num_bytes)
+        self._recent_peak_bytes = max(self._recent_peak_bytes, self.num_bytes)
         if self.limit_bytes is not None and self.num_bytes > self.limit_bytes:
             raise OverBudgetError(
                 f"{self.num_bytes:,} bytes of tensors are held, {self.num_bytes - self.limit_bytes:,} over this rank's "

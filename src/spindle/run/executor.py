@@ -39,7 +39,7 @@ from spindle.run.pytrees import Axes, PytreeMeta
 from spindle.run.rank_program import held_parameters, rank_program_of, tensor_groups
 from spindle.run.recompute_offload import HostOffload
 from spindle.run.shards import Shards
-from spindle.run.step import HostCopy, MicroStep, Pace, Step, Watch
+from spindle.run.step import HostCopy, MicroStep, Pace, ReadBytes, Step, Watch
 from spindle.run.step_graph import StepGraph, accumulate
 from spindle.run.syncs import Syncs, Updates
 from spindle.run.tensor_parallel import TENSOR
@@ -153,6 +153,7 @@ class Executor:
         loss_scale: torch.Tensor | None = None,
         check_losses: bool = False,
         timed: bool = True,
+        read_bytes: ReadBytes | None = None,
     ) -> tuple[HostCopy, Watch]:
         """Run a step, or one micro-step of it, on whole batches, of which each slot takes its rows.
 
@@ -163,7 +164,7 @@ class Executor:
         where not all are. The last micro-step synchronises gradients
         and runs the optimizer. Losses are multiplied by `loss_scale` for backward. Returns this rank's parts of the
         tasks' losses, then of the totals and counts of `metrics`, all of which add up over ranks; and the times of a
-        timed step.
+        timed step, with what `read_bytes` reads.
         """
         step = Step(
             number=number,
@@ -185,7 +186,7 @@ class Executor:
             if task not in signatures:
                 step.done_chunks |= chunks
         with on_compute_stream(self.world.device):
-            watch = Watch(self.world.device, timed)
+            watch = Watch(self.world.device, timed, read_bytes=read_bytes)
             self.graph_cache.use(step)
             num_sets = len(self.graph_cache)
             self._run(step, optimizer, watch)
@@ -300,7 +301,7 @@ class Executor:
                 f"in step {step.number} on rank {self.world.rank}, {self._rank_program.describe(instruction)}"
             )
             raise
-        watch.end[position] = watch.now()
+        watch.note_end(position)
 
     def _is_on(self, step: Step, instruction: Instruction) -> bool:
         """Whether an instruction runs in this step."""

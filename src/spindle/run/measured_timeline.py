@@ -7,15 +7,16 @@ from collections.abc import Sequence
 import numpy as np
 
 from spindle.program import Exchange, GatherParameters, Program, SyncGradients, instances_of
-from spindle.run.step import Spans
+from spindle.run.step import HeldBytes, Spans
 from spindle.timeline import Timeline
 
 
-def timeline_of(program: Program, ranks: Sequence[Spans]) -> Timeline:
+def timeline_of(program: Program, ranks: Sequence[Spans], held: Sequence[HeldBytes] = ()) -> Timeline:
     """The timeline of one step. Ranks' clocks must agree, as those of one host do.
 
     A transfer starts when both sides have posted it and ends when the receiver has waited for it; a collective starts
-    with the last rank that joins. Bytes are not measured.
+    with the last rank that joins. `held` is the memory of each rank, in a step of the same program; without it there
+    are no bytes. What is allocated between two instructions counts for the later one, from its start.
     """
     instances = instances_of(program)
     origin = min(spans.begin for spans in ranks)
@@ -50,7 +51,14 @@ def timeline_of(program: Program, ranks: Sequence[Spans]) -> Timeline:
                 start[members] = np.minimum(ready, end[members])
             case _:
                 pass
-    nothing = np.zeros(count, dtype=np.int64)
+    bytes_at_start, bytes_at_end = (np.zeros(count, dtype=np.int64) for _ in range(2))
+    for rank, of_rank in enumerate(held):
+        live = of_rank.begin
+        for number, (peak_bytes, after_bytes) in of_rank.instructions.items():
+            bytes_at_start[where[rank, number]] = peak_bytes - live
+            bytes_at_end[where[rank, number]] = after_bytes - peak_bytes
+            live = after_bytes
+    static_bytes = [of_rank.begin for of_rank in held] or [0] * program.num_ranks
     return Timeline(
         instructions=program.instructions,
         num_ranks=program.num_ranks,
@@ -60,7 +68,7 @@ def timeline_of(program: Program, ranks: Sequence[Spans]) -> Timeline:
         posted=posted,
         start=start,
         end=end,
-        bytes_at_start=nothing,
-        bytes_at_end=nothing,
-        static_bytes=np.zeros(program.num_ranks, dtype=np.int64),
+        bytes_at_start=bytes_at_start,
+        bytes_at_end=bytes_at_end,
+        static_bytes=np.array(static_bytes, dtype=np.int64),
     )

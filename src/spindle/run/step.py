@@ -157,20 +157,41 @@ class Spans:
     end: dict[int, int]
 
 
+@dataclass(frozen=True, slots=True)
+class HeldBytes:
+    """What a rank holds in memory at the beginning of a step, and by instruction of the compute lanes, in the order in
+    which they ran: the most since the one before it, and what is left at its end."""
+
+    begin: int
+    instructions: dict[int, tuple[int, int]]
+
+
 Moment = int | torch.cuda.Event
+ReadBytes = Callable[[], tuple[int, int]]  # the most that was held since the last call, and what is held now
 
 
 class Watch:
     """Records when instructions run. On a GPU by events on the current stream, and only in `timed` steps. With
-    `in_graph`, events become nodes of the CUDA graph that is being captured, and every replay records them anew."""
+    `in_graph`, events become nodes of the CUDA graph that is being captured, and every replay records them anew. With
+    `read_bytes`, it also notes what is held in memory after each."""
 
-    def __init__(self, device: torch.device, timed: bool = True, *, in_graph: bool = False) -> None:
+    def __init__(
+        self, device: torch.device, timed: bool = True, *, in_graph: bool = False, read_bytes: ReadBytes | None = None
+    ) -> None:
         self.posted: dict[int, Moment] = {}
         self.start: dict[int, Moment] = {}
         self.end: dict[int, Moment] = {}
         self._on_gpu, self._timed, self._in_graph = device.type == "cuda", timed, in_graph
         self._begin = perf_counter_ns()
         self._first: Moment = 0 if in_graph else self.now()
+        self._read_bytes = read_bytes
+        self.held = None if read_bytes is None else HeldBytes(read_bytes()[1], {})
+
+    def note_end(self, position: int) -> None:
+        """An instruction of a compute lane is done, or launched on a GPU."""
+        self.end[position] = self.now()
+        if self._read_bytes is not None and self.held is not None:
+            self.held.instructions[position] = self._read_bytes()
 
     def now(self) -> Moment:
         if not self._on_gpu:

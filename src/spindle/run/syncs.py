@@ -102,12 +102,14 @@ class Syncs:
             for position, bucket in self._gathers:
                 if self._shards.is_gathering(bucket):
                     watch.posted[position] = watch.now()  # in flight since the last update
-        for parameter in self.trained:
-            if step.micro_step.is_first:
+        if step.micro_step.is_first:
+            for parameter in self.trained:
                 parameter.grad = None
-            elif step.graphs is not None and parameter.grad is not None:
-                # CUDA graphs overwrite the memory where it may be, and then add it.
-                parameter.grad = parameter.grad.clone()
+        elif step.graphs is not None:
+            for parameter in self.trained:
+                if parameter.grad is not None:
+                    # CUDA graphs overwrite the memory where it may be, and then add it.
+                    parameter.grad = parameter.grad.clone()
 
     def is_on(self, step: Step, bucket: int) -> bool:
         """Whether a bucket is reduced in this step."""

@@ -350,6 +350,7 @@ def join_world() -> World:
             )
         return world
     if size == 1:
+        recorder.start()
         return World(0, 1, _device())
     device = _device()
     if VIRTUAL_VARIABLE in os.environ:
@@ -361,10 +362,24 @@ def join_world() -> World:
     if variables.STORE in os.environ:  # a file that no other user can read, where a TCP store would be open to all
         store = dist.FileStore(os.environ[variables.STORE], size)  # type: ignore[attr-defined]
         dist.init_process_group(backend, store=store, rank=int(os.environ["RANK"]), world_size=size)
+    elif variables.LISTENING in os.environ:
+        tcp_store = _tcp_store(size, os.environ.pop(variables.LISTENING))
+        dist.init_process_group(backend, store=tcp_store, rank=int(os.environ["RANK"]), world_size=size)
     else:
         dist.init_process_group(backend)
     _watch_ranks()
     return World(dist.get_rank(), dist.get_world_size(), device)
+
+
+def _tcp_store(size: int, descriptor: str) -> Any:
+    """The store of ranks on several nodes. Rank 0 listens on a socket that was bound before, with this descriptor, so
+    that no other process could take its port."""
+    address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    if not descriptor:
+        return dist.TCPStore(address, port, size, is_master=False)  # type: ignore[attr-defined]
+    return dist.TCPStore(  # type: ignore[attr-defined]
+        address, port, size, is_master=True, master_listen_fd=int(descriptor)
+    )
 
 
 def _watch_ranks() -> None:

@@ -18,7 +18,7 @@ from spindle.train.optimizer import MakeLRScheduler, MakeOptimizer
 from spindle.train.sampling import SamplingWeight
 from spindle.train.task import TaskDefinition
 
-PIPELINE, COLOCATE = "pipeline", "colocate"
+DEFAULT_PLANNER, PIPELINE, COLOCATE = "wavefront", "pipeline", "colocate"
 PIPELINED = (PIPELINE, *(name for name, planner in PLANNERS.items() if planner.takes_parts))
 
 MakePlan = Callable[[Profile], Plan]
@@ -54,7 +54,7 @@ class Planning:
     ranks, and in pipelines.
     """
 
-    planner: str | MakePlan = "wavefront"
+    planner: str | MakePlan = DEFAULT_PLANNER
     plan: Plan | Path | str | None = None
     profile: Profile | Path | str | MakeProfile | None = None
     tensor_parallel_degrees: Mapping[str, int] = field(default_factory=dict)

@@ -31,8 +31,8 @@ def fields_of(code: Callable[..., Any]) -> frozenset[str]:
         return frozenset({EVERYTHING})
     batch = next(node for node in graph.nodes if node.op == "placeholder")
     keys = [user.args[1] if user.target is operator.getitem else EVERYTHING for user in batch.users]
-    names = frozenset(key for key in keys if isinstance(key, str) and key != EVERYTHING)
-    return names if len(names) == len(set(keys)) else frozenset({EVERYTHING})
+    names = [key for key in keys if isinstance(key, str) and key != EVERYTHING]  # of a tensor, keys are slices
+    return frozenset(names if len(names) == len(keys) else {EVERYTHING})
 
 
 def item_entries(definition: TaskDefinition) -> dict[str, str | None]:

@@ -293,13 +293,22 @@ class Loop:
             None if last_s is None else _SEARCH_SHARE * last_s,
         )
 
+    def _reads_memory(self, step: int) -> bool:
+        """Whether what this rank holds is read in the step that is about to run, for the run's folder. Compiled layers
+        cannot be counted on a CPU."""
+        is_countable = self._world.device.type == "cuda" or not any(
+            handle.compile is not None for handle in self._session.current_runtime.workload.bound.handles.values()
+        )
+        return self._config.run_folder is not None and is_countable and self._times.wants_memory(step)
+
     def _step(self, step: int, headers: StepHeaders, batches: StepBatches) -> list[tuple[StepRun, HostCopy]]:
         """Run a step. Returns its runs, each with its losses."""
         world, checked, update = self._world, self._session.checked, self._session.update
         assert update is not None
         runs = []
         microbatches = microbatches_of(headers, self._session.variants)
-        steps = self._session.current_runtime.steps.runs(microbatches, len(headers), batches)
+        runtime = self._session.current_runtime
+        steps = runtime.steps.runs(microbatches, len(headers), batches)
         for number, run in enumerate(steps):
             variants = {microbatch.variant for microbatch in run.microbatches.values()}
             read = {
@@ -311,7 +320,8 @@ class Loop:
             is_timed = number == 0 and run.is_as_planned and self._times.is_timed(step)
             if is_timed:
                 world.synchronize()  # a timeline needs a common start, as the simulator has
-            with self._memory.counted():
+            is_read = number == 0 and run.is_as_planned and self._reads_memory(step)
+            with self._memory.read(runtime, update) if is_read else self._memory.counted() as read_bytes:
                 losses, watch = run.executor.step(
                     step,
                     {name: copied_to(world.device, batch.nest) for name, batch in read.items()},
@@ -325,10 +335,13 @@ class Loop:
                     loss_scale=None if update.loss_scale is None else update.loss_scale.scale,
                     check_losses=run.checks_losses and not checked.issuperset(variants),
                     timed=is_timed,
+                    read_bytes=read_bytes,
                 )
             if run.checks_losses:
                 checked.update(variants)
-            if run.is_as_planned:
+            if is_read:
+                self._times.keep_memory(watch, run.executor.program)
+            elif run.is_as_planned:
                 self._times.compare_compute(watch, run.executor.program, run.profile)
             if is_timed:
                 self._times.keep(step, watch, run.executor.program, run.profile)

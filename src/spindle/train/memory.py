@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import contextmanager, nullcontext
 
 import torch
 
-from spindle.run import Budget, limit_gpu_memory
+from spindle.run import Budget, ReadBytes, limit_gpu_memory
 from spindle.train.garbage import collect_all
 from spindle.train.optimizer import Update
 from spindle.train.runtime import RankRuntime
@@ -21,12 +21,14 @@ class FitMemory:
         self._device, limit = session.world.device, session.config.planning.memory_limit_bytes
         self._limit_bytes = limit
         self._budget = Budget(limit) if limit is not None and self._device.type == "cpu" else None
+        self._peak_bytes = 0  # on a GPU, before the allocator's own peak was reset
 
     def start(self) -> None:
         """Begin a fit, once parameters are scattered."""
         if self._device.type == "cuda":
             limit_gpu_memory(self._limit_bytes, self._device)
             self.free()
+            self._peak_bytes = 0
             torch.cuda.reset_peak_memory_stats(self._device)
 
     def start_plan(self, runtime: RankRuntime, update: Update) -> None:
@@ -34,9 +36,31 @@ class FitMemory:
         if self._budget is not None:
             self._budget.adopt(_resident_tensors(runtime, update))
 
-    def counted(self) -> AbstractContextManager[object]:
+    @contextmanager
+    def counted(self) -> Iterator[None]:
         """A context in which tensors are counted, if there is a limit."""
-        return self._budget or nullcontext()
+        with self._budget or nullcontext():
+            yield
+
+    @contextmanager
+    def read(self, runtime: RankRuntime, update: Update) -> Iterator[ReadBytes]:
+        """A context in which what this rank holds can be read. On a CPU every operation is counted, so a step takes
+        longer in it."""
+        if self._device.type == "cuda":
+            yield self._read_allocator
+            return
+        budget = self._budget
+        if budget is None:
+            budget = Budget()
+            budget.adopt(_resident_tensors(runtime, update))
+        with budget:
+            yield budget.read
+
+    def _read_allocator(self) -> tuple[int, int]:
+        counts = torch.cuda.memory_stats_as_nested_dict(self._device)["allocated_bytes"]["all"]
+        self._peak_bytes = max(self._peak_bytes, counts["peak"])
+        torch.cuda.reset_peak_memory_stats(self._device)
+        return counts["peak"], counts["current"]
 
     def free(self) -> None:
         """Free what tracing left, or the graphs of a plan that is no longer referred to."""
@@ -53,7 +77,7 @@ class FitMemory:
             return 0
         # The statistic alone: `max_memory_allocated` flattens all of them, which takes longer.
         peak: int = torch.cuda.memory_stats_as_nested_dict(self._device)["allocated_bytes"]["all"]["peak"]
-        return peak
+        return max(peak, self._peak_bytes)
 
 
 def _resident_tensors(runtime: RankRuntime, update: Update) -> Iterator[torch.Tensor]:

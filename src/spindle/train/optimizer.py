@@ -17,7 +17,7 @@ from torch import nn
 from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 
-from spindle.errors import TrainingError
+from spindle.errors import CheckpointError, TrainingError
 from spindle.program import Sharding
 from spindle.run import HostCopy, World
 from spindle.train.ema import WeightAverage, without_average
@@ -198,8 +198,14 @@ class Update:
             if self.scheduler is None:
                 known += [state.old_settings[name] for name in members if name in state.old_settings]
             for key, value in known[0].items() if known else ():
+                if key in entry and not _is_alike(value, entry[key]):
+                    raise CheckpointError(
+                        f"the optimizer's {key} is {value!r} in the saved state, and {entry[key]!r} in this script: "
+                        "not a value of the same kind; is the checkpoint damaged?"
+                    )
                 is_tensor = isinstance(entry.get(key), torch.Tensor)
                 entry[key] = torch.full_like(entry[key], value) if is_tensor else value
+            _refuse_missing_state(entry, [loaded["state"].get(index) for index in entry["params"]])
         optimizer.load_state_dict(loaded)
 
     def state(self, *, to_host: bool = False) -> OptimizerState:
@@ -249,6 +255,33 @@ class Update:
 
 def _is_on(value: Any, device: torch.device) -> bool:
     return isinstance(value, torch.Tensor) and value.device == device
+
+
+# What torch's optimizers keep for each parameter while a setting is on.
+_STATE_OF_SETTING = (("amsgrad", "max_exp_avg_sq"), ("centered", "grad_avg"))
+
+
+def _refuse_missing_state(group: Mapping[str, Any], states: Sequence[Mapping[str, Any] | None]) -> None:
+    for setting, key in _STATE_OF_SETTING:
+        if group.get(setting) and any(state and key not in state for state in states):
+            raise CheckpointError(
+                f"the optimizer's {setting} is on in the saved state, which has no {key} of its parameters; is the "
+                "checkpoint damaged?"
+            )
+
+
+def _is_alike(saved: Any, current: Any) -> bool:
+    """Whether a saved setting may take the place of the optimizer's own. One that is None may be anything."""
+    if current is None or saved is None:
+        return True
+    if isinstance(current, bool) or isinstance(saved, bool):
+        return type(saved) is type(current)
+    if isinstance(current, int | float | torch.Tensor):
+        return isinstance(saved, int | float | torch.Tensor)
+    if isinstance(current, tuple | list):
+        is_listed = isinstance(saved, tuple | list) and len(saved) == len(current)
+        return is_listed and all(map(_is_alike, saved, current))
+    return isinstance(saved, type(current))
 
 
 def settings_of(group: Mapping[str, Any]) -> dict[str, Any]:

@@ -6,6 +6,7 @@ Rank 0 plans; all ranks lower the plan, and compare their programs.
 from __future__ import annotations
 
 import math
+import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
@@ -15,15 +16,16 @@ from torch.utils._pytree import tree_leaves
 
 from spindle.errors import PlanError, ProfileError, SpindleError, TrainingError
 from spindle.graph import MetaGraph
+from spindle.launch import variables
 from spindle.models import builtin_tp_plan
 from spindle.plan import Plan, check, parse_plan, read_plan
 from spindle.planners import SPREAD, Layout, PlanOptions, choose_colocation, make_plan, owning_ranks_in, pipeline_layout
-from spindle.profile import Contention, Profile
+from spindle.profile import Contention, Profile, read_profile
 from spindle.program import Program, lower, verify
 from spindle.run import World
 from spindle.train.agreement import compare
 from spindle.train.analyze import AnalyzedWorkload
-from spindle.train.config import COLOCATE, PIPELINE, TrainConfig
+from spindle.train.config import COLOCATE, DEFAULT_PLANNER, PIPELINE, Planning, TrainConfig
 from spindle.train.feed import Batch
 from spindle.train.item_parts import WHOLE_CALLS, BatchItems, PartSettings, groups_of_ops, item_code, item_lengths
 from spindle.train.items import lengths_in
@@ -53,7 +55,8 @@ class PlannedWorkload:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SavedPlanning:
-    """The plan and the profile of a checkpoint, if the user's planning options are those with which it was saved."""
+    """The plan and the profile of a checkpoint, if the user's planning options are those with which it was saved; or
+    those that a scheduler hands over."""
 
     plan: Plan | None = None
     profile: Profile | None = None
@@ -69,6 +72,20 @@ class SavedPlanning:
         ):
             return config
         return replace(config, planning=replace(config.planning, plan=self.plan))
+
+
+def scheduled_planning(planning: Planning, environment: Mapping[str, str] = os.environ) -> SavedPlanning:
+    """The plan and the profile that a scheduler hands over to this start of the job, so that it neither measures nor
+    plans; nothing where the script itself says how to plan, or what is handed over cannot be read."""
+    names = environment.get(variables.PLAN), environment.get(variables.PLAN_PROFILE)
+    is_free = planning.plan is None and planning.profile is None and planning.planner == DEFAULT_PLANNER
+    if None in names or not is_free:
+        return SavedPlanning()
+    try:
+        profile = read_profile(Path(str(names[1])))
+        return SavedPlanning(plan=read_plan(Path(str(names[0])), profile.graph), profile=profile)
+    except SpindleError:
+        return SavedPlanning()
 
 
 def plan_workload(

@@ -242,16 +242,23 @@ def _restore(session: TrainSession, saved: ResumedTensors, handles: Handles, *, 
             for path, module in handle.module.named_modules():
                 module.training = f"{name}.{path}" not in in_evaluation
     session.restore_optimizer_state(partial(saved.optimizer_state, session.world))
-    # As rank 0 finds it: others may not see the file of a given plan.
-    is_planned_alike = session.world.broadcast_object(state.planning == planning_text(config.planning))
-    session.saved_planning = SavedPlanning(
-        plan=saved.plan if is_planned_alike else None,
-        profile=saved.profile if is_planned_alike or config.planning.profile is None else None,
-    )
+    if session.saved_planning.plan is None:  # a scheduler's plan is for the ranks that there are now
+        session.saved_planning = _saved_planning(session, saved, config)
     try:
         set_random_state(from_plain(state.random_state, where))
     except _NOT_SAVED as error:
         raise CheckpointError(f"{where}: its random state cannot be restored ({error})") from error
+
+
+def _saved_planning(session: TrainSession, saved: ResumedTensors, config: TrainConfig) -> SavedPlanning:
+    """The plan and the profile of a checkpoint, where they still hold."""
+    state = saved.checkpoint.state
+    # As rank 0 finds it: others may not see the file of a given plan.
+    is_planned_alike = session.world.broadcast_object(state.planning == planning_text(config.planning))
+    return SavedPlanning(
+        plan=saved.plan if is_planned_alike else None,
+        profile=saved.profile if is_planned_alike or config.planning.profile is None else None,
+    )
 
 
 def _loader_position(saved: Any, where: str) -> LoaderPosition:

@@ -88,6 +88,7 @@ class Saver:
         self._planning = planning_text(planning)
         self._staging = Staging(self._world.device)
         recorder.checkpoint_every = checkpoints.every
+        recorder.checkpoints = str(Path(checkpoints.folder).absolute())
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
         self._folder = Path(checkpoints.folder)
         memory = memory_folder(checkpoints)

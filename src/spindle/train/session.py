@@ -22,7 +22,7 @@ from spindle.train.feed import Batch, Feed, LoaderPosition
 from spindle.train.garbage import collect_all
 from spindle.train.optimizer import Update
 from spindle.train.optimizer_reshard import OptimizerState
-from spindle.train.plan import SavedPlanning, plan_workload
+from spindle.train.plan import plan_workload, scheduled_planning
 from spindle.train.profiling import ProfiledWorkload, trace_and_profile
 from spindle.train.progress import Progress
 from spindle.train.record import Handles, root_handles
@@ -65,7 +65,7 @@ class TrainSession:
         self.absent_tasks: frozenset[str] = frozenset()  # of the script, which had ended in the restored state
         self.saver: Saver | None = None
         self.saved: ResumedTensors | None = None  # of the checkpoint that was resumed from
-        self.saved_planning = SavedPlanning()  # of that checkpoint
+        self.saved_planning = scheduled_planning(config.planning)  # or that of the checkpoint
         self.sample_step: list[dict[str, Batch]] = []  # batches on which placements are chosen, by task; on rank 0
         self._optimizer_state: OptimizerState | StateFor | None = None  # for the next optimizer, where there is none
 

@@ -12,7 +12,7 @@ from spindle.launch import recorder
 from spindle.plan import setting_of
 from spindle.profile import Profile
 from spindle.program import Backward, Forward, Program
-from spindle.run import Watch, World, timeline_of
+from spindle.run import HeldBytes, Watch, World, timeline_of
 from spindle.simulate import simulate
 from spindle.timeline import Timeline
 from spindle.train.result import FitResult
@@ -63,6 +63,8 @@ class StepTimes:
         self._ends_s: list[float] = []  # since the fit began
         self._num_samples: list[int] = []
         self._timelines: list[tuple[int, Watch, Program, Profile]] = []  # with their steps
+        self._held: tuple[HeldBytes, Program] | None = None  # memory, in a step that is not timed
+        self._num_steps = 0  # of the fit
         self._watched: tuple[int, Watch] | None = None  # a timed step that a GPU may still be at
         self._sampled: frozenset[int] = frozenset()
         self._predicted: _PredictedCompute | None = None  # of the last program
@@ -72,6 +74,7 @@ class StepTimes:
 
     def start(self, steps: int) -> None:
         """Choose the steps of a fit whose timelines are kept: a few in its second half; the first ones warm up."""
+        self._num_steps = steps
         count = min(_NUM_TIMELINES, max(1, steps // 8))
         self._sampled = frozenset(steps - 1 - (steps // 2) * number // count for number in range(count))
 
@@ -88,6 +91,17 @@ class StepTimes:
         self._watched = (step, watch)
         if self._is_sampled:
             self._timelines.append((step, watch, program, profile))
+
+    def wants_memory(self, step: int) -> bool:
+        """Whether memory is to be read in the step that is about to run: one of the second half under each plan, which
+        is not timed, because reading takes time."""
+        is_late = len(self._step_s) >= self._num_steps // 2
+        return is_late and self._held is None and not self.is_timed(step)
+
+    def keep_memory(self, watch: Watch, program: Program) -> None:
+        """Keep the memory of the step that has just run."""
+        if watch.held is not None:
+            self._held = watch.held, program
 
     def compare_compute(self, watch: Watch, program: Program, profile: Profile) -> None:
         """Compare the compute of a step that has just run with its prediction, for whoever watches ranks. Not on a GPU,
@@ -129,6 +143,7 @@ class StepTimes:
     def forget(self, *, keep_watched: bool = False) -> None:
         """Drop the timelines of an earlier plan."""
         self._timelines.clear()
+        self._held = None
         if not keep_watched:
             self._watched = None
 
@@ -146,6 +161,7 @@ class StepTimes:
         world = self._world
         oversubscribed = min(profile.host_rates, default=1.0) < 1
         spans = world.gather_objects([watch.spans() for _, watch, _, _ in self._timelines])
+        held = world.gather_objects(None if self._held is None else self._held[0])
         measured = None
         measured_steps: dict[int, Timeline] = {}
         sampled_s: tuple[tuple[float, float], ...] = ()
@@ -154,7 +170,15 @@ class StepTimes:
             _, _, program, profile = self._timelines[-1]
         if world.rank == 0 and self._timelines:
             timelines = [
-                (timeline_of(step_program, spans_of_ranks), step_program, step_profile)
+                (
+                    timeline_of(
+                        step_program,
+                        spans_of_ranks,
+                        held if self._held is not None and self._held[1] is step_program else (),
+                    ),
+                    step_program,
+                    step_profile,
+                )
                 for spans_of_ranks, (_, _, step_program, step_profile) in zip(
                     zip(*spans, strict=True), self._timelines, strict=True
                 )

@@ -76,10 +76,9 @@ def only_first(trace: Trace, num_jobs: int | None) -> Trace:
 def step_on(given: str) -> StepOn:
     """The step of a job on any cluster: a recipe, a workload (.json) or a training script, which runs once."""
     from spindle.cli.script import script_words, workload_of_script
-    from spindle.cluster import Cluster
-    from spindle.graph import metagraph_of
-    from spindle.profile import Roofline, roofline_profile
-    from spindle.recipes import MODELS, RECIPES, Step, step_of
+    from spindle.fleet.estimates import workload_step
+    from spindle.profile import Roofline
+    from spindle.recipes import MODELS, RECIPES, step_of
     from spindle.workload import read_workload
 
     if given in MODELS:
@@ -99,10 +98,4 @@ def step_on(given: str) -> StepOn:
             f"{given}: expected a training script (.py), a workload (.json) or a recipe: "
             f"{', '.join([*RECIPES, *MODELS])}"
         )
-    graph = metagraph_of(workload)
-
-    def step(cluster: Cluster) -> Step:
-        profile = roofline_profile(graph, cluster, roofline)
-        return Step(profile=lambda sizes: profile)
-
-    return step
+    return workload_step(workload, roofline)

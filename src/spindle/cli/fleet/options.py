@@ -60,5 +60,16 @@ Limit = Annotated[
     int | None, typer.Option("--jobs", metavar="N", help="Only the first N jobs.", min=1, show_default=False)
 ]
 EventsFile = Annotated[
-    Path, typer.Argument(metavar="EVENTS.jsonl", help="Events that `spindle fleet simulate --events` wrote.")
+    Path,
+    typer.Argument(
+        metavar="EVENTS",
+        help="The store of a live fleet, or events that `spindle fleet simulate --events` wrote.",
+        show_default=False,
+    ),
 ]
+StoreFile = Annotated[
+    Path,
+    typer.Option("--store", metavar="FILE", help="The store of the fleet.", envvar="SPINDLE_FLEET", show_envvar=True),
+]
+STORE = Path("fleet.db")
+JobName = Annotated[str, typer.Argument(metavar="JOB", help="The name of a job.", show_default=False)]

@@ -49,7 +49,13 @@ def simulate(
     ] = None,
     output: Annotated[
         Path | None,
-        typer.Option("-o", "--output", metavar="TIMELINE.json", help="Write the timeline.", show_default=False),
+        typer.Option(
+            "-o",
+            "--output",
+            metavar="TIMELINE.json",
+            help="Write the timeline, for `spindle report`.",
+            show_default=False,
+        ),
     ] = None,
     events: Annotated[
         Path | None,
@@ -93,9 +99,8 @@ def simulate(
     given = only_first(load_trace(trace, machines, tables, load, faster, seed), jobs)
     entries: list = []  # type: ignore[type-arg]
     observe = (lambda event, actions: entries.append((event, actions))) if events is not None else None
-    result = simulate_fleet(
-        given, machines, options, injection, observe, until_s=float("inf") if until is None else until
-    )
+    until_s = float("inf") if until is None else until
+    result = simulate_fleet(given, machines, options, injection, observe, until_s, explains=output is not None)
     measures = measure_fleet(result.timeline)
     if output is not None:
         write_artifact(output, "fleet-timeline", result.timeline)

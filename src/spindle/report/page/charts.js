@@ -8,6 +8,17 @@ function style(name) {
   return getComputedStyle(document.documentElement).getPropertyValue(`--${name}`).trim();
 }
 
+/** A step of the axis of at least so many seconds: 1, 2 or 5 of a power of ten, or of minutes, hours and days. @param {number} least */
+function niceStep(least) {
+  if (least > 20) {
+    const days = 10 ** Math.max(0, Math.floor(Math.log10(least / 86400)));
+    const steps = [30, 60, 120, 300, 600, 900, 1800, 3600, 7200, 10800, 21600, 43200, ...[1, 2, 5, 10].map((factor) => factor * days * 86400)];
+    return steps.find((size) => size >= least * 0.999) || least;
+  }
+  const power = 10 ** Math.floor(Math.log10(least));
+  return [1, 2, 5, 10].map((factor) => factor * power).find((size) => size >= least * 0.999) || least;
+}
+
 /** Colours of lines that can be read on the page's background. @param {Report} report @param {number} place */
 function lineColour(report, place) {
   const colour = report.colours[place % report.colours.length];
@@ -17,7 +28,7 @@ function lineColour(report, place) {
 
 /**
  * @param {HTMLElement} parent @param {string} title @param {any[]} series @param {any[]} data
- * @param {{log?: boolean, unit?: (value: number) => string, x: string, marks?: {at: number, label: string}[]}} options
+ * @param {{log?: boolean, unit?: (value: number) => string, x: string, xText?: (value: number) => string, marks?: {at: number, label: string}[]}} options
  */
 function addChart(parent, title, series, data, options) {
   const holder = document.createElement("div");
@@ -37,7 +48,7 @@ function addChart(parent, title, series, data, options) {
       { ...axis, label: options.x, labelSize: 18, ...(options.log ? { values: (/** @type {any} */ _, /** @type {any[]} */ values) => values.map((value) => (value == null ? "" : `${value}`)) } : {}) },
       { ...axis, size: 64, values: (/** @type {any} */ _, /** @type {number[]} */ values) => values.map(unit) },
     ],
-    series: [{ label: options.x }, ...series.map((entry) => ({ spanGaps: true, value: (/** @type {any} */ _, /** @type {number | null} */ value) => (value == null ? "–" : unit(value)), ...entry }))],
+    series: [{ label: options.x, ...(options.xText ? { value: (/** @type {any} */ _, /** @type {number | null} */ value) => (value == null || !options.xText ? "–" : options.xText(value)) } : {}) }, ...series.map((entry) => ({ spanGaps: true, value: (/** @type {any} */ _, /** @type {number | null} */ value) => (value == null ? "–" : unit(value)), ...entry }))],
     hooks: { draw: [(/** @type {any} */ plot) => {
       const { ctx, bbox } = plot;
       ctx.save();
@@ -77,9 +88,15 @@ function drawCharts(report) {
       const at = new Map(entry.devices.map((count, index) => [count, entry.seconds[index]]));
       const colour = lineColour(report, place);
       const name = entry.name + (entry.ops > 1 ? ` and ${entry.ops - 1} more` : "") + (entry.degree > 1 ? `, tensor degree ${entry.degree}` : "");
-      series.push({ label: name, stroke: colour, width: 1.5, points: { show: true, size: 5, fill: colour } });
+      // Filled points were measured; hollow ones lie between measurements. Where nothing was measured, all are computed.
+      const hollow = entry.measured.length > 0;
+      series.push({ label: name, stroke: colour, width: 1.5, points: { show: true, size: 6, width: 1, stroke: colour, fill: hollow ? style("background") : colour } });
       data.push(counts.map((count) => at.get(count) ?? null));
-      series.push({ label: "chosen", class: "quiet", stroke: colour, width: 0, paths: () => null, points: { show: true, size: 12, width: 2, stroke: colour, fill: colour } });
+      if (hollow) {
+        series.push({ label: "measured", class: "quiet", stroke: colour, width: 0, paths: () => null, points: { show: true, size: 6, fill: colour } });
+        data.push(counts.map((count) => (entry.measured.includes(count) ? at.get(count) ?? null : null)));
+      }
+      series.push({ label: "chosen", class: "quiet", stroke: colour, width: 0, paths: () => null, points: { show: true, size: 14, width: 2, stroke: colour, fill: "#00000000" } });
       data.push(counts.map((count) => (entry.chosen.includes(count) ? at.get(count) ?? null : null)));
       series.push({ label: "evenly", class: "quiet", stroke: colour, width: 1, dash: [3, 4], points: { show: false } });
       data.push(counts.map((count) => (count >= entry.devices[0] ? (entry.seconds[0] * entry.devices[0]) / count : null)));

@@ -1,12 +1,13 @@
 // Colours of spans. Modules and tasks have the colours of every other picture of Spindle; backward is darker and striped.
 
-const KIND_COLOURS = { forward: 0, backward: 1, transfer: 2, sync: 3, gather: 4, optimizer: 5 };
-const NEUTRAL = { transfer: "#8d949f", sync: "#626975", gather: "#a89f91", optimizer: "#b3a7c4" };
+const KIND_COLOURS = { forward: 0, backward: 1, transfer: 2, sync: 3, gather: 4, optimizer: 5, training: 0, reallocation: 1, lost: 5, down: 3 };
+const STRIPED = ["backward", "reallocation", "lost", "down"];
+const NEUTRAL = { transfer: "#8d949f", sync: "#626975", gather: "#a89f91", optimizer: "#b3a7c4", down: "#6b5b66" };
 const LONGER = "#d55e00", SHORTER = "#0072b2", SAME = "#a8adb6", UNMATCHED = "#cc79a7";
 /** The colours of classes of time. @type {{[name: string]: string}} */
 const CLASS_COLOURS = {
   forward: "#0072b2", backward: "#004c77", recompute: "#56b4e9", optimizer: "#cc79a7", transfer: "#e69f00",
-  sync: "#d55e00", idle: "",
+  sync: "#d55e00", idle: "", training: "#0072b2", reallocation: "#e69f00", lost: "#d55e00", down: "#cc79a7",
 };
 
 /** @param {string} hex */
@@ -42,7 +43,7 @@ function colourOf(report, program, number, by) {
   const place = by === "task" ? program.tasks[number] : program.groups[number];
   if (place < 0) return /** @type {any} */ (NEUTRAL)[kind];
   const colour = report.colours[place % report.colours.length];
-  return kind === "backward" ? darkened(colour) : colour;
+  return kind === "backward" || kind === "lost" ? darkened(colour) : colour;
 }
 
 /** What backward has of a forward's colour; black cannot get darker. @param {string} colour */
@@ -61,7 +62,7 @@ function makePalette(report, spans, by, matching, background) {
   const fill = new Uint32Array(count), stripe = new Uint32Array(count);
   for (let number = 0; number < count; number++) {
     let colour = colourOf(report, spans.program, number, by);
-    const striped = report.kinds[spans.program.kinds[number]] === "backward";
+    const striped = STRIPED.includes(report.kinds[spans.program.kinds[number]]);
     let second = striped ? mixed(colour, "#ffffff", 0.45) : colour;
     if (matching && !matching[number]) {
       colour = mixed(colour, background, 0.82);

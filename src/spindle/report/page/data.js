@@ -13,8 +13,8 @@ async function decodeData(text) {
   const newline = content.indexOf(10);
   /** @type {Report} */
   const report = JSON.parse(new TextDecoder().decode(content.subarray(0, newline)));
-  if (report.spindle !== "report" || report.version !== 1 || report.kind !== "step") {
-    throw new Error(`this page shows version 1 of a report of steps, not version ${report.version} of ${report.kind}`);
+  if (report.spindle !== "report" || report.version !== 2 || !["step", "fleet"].includes(report.kind)) {
+    throw new Error(`this page shows version 2 of a report of steps or of a fleet, not version ${report.version} of ${report.kind}`);
   }
   const columns = new Map();
   let place = newline + 1;

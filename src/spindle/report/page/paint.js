@@ -107,9 +107,14 @@ function memoryOf(spans, rank) {
   return memory;
 }
 
+/** The most bytes that any device of a timeline has. @param {Spans} spans */
+function peakBytes(spans) {
+  return spans.rows.reduce((most, _, rank) => Math.max(most, ...chunkedMax(memoryOf(spans, rank).live)), 0);
+}
+
 /** The most bytes that any device of a timeline has, or may have. @param {Spans} spans */
 function memoryScale(spans) {
-  const peak = spans.rows.reduce((most, _, rank) => Math.max(most, ...chunkedMax(memoryOf(spans, rank).live)), 0);
+  const peak = peakBytes(spans);
   return Math.max(peak, spans.header.memoryLimit < 4 * peak ? spans.header.memoryLimit : 0, 1);
 }
 
@@ -120,8 +125,12 @@ function chunkedMax(values) {
   return [most];
 }
 
-/** @type {WeakMap<Spans, number>} */
-const scales = new WeakMap();
+let mostBytes = 1;  // at the top of every band of memory
+
+/** One scale for all timelines. @param {Spans[]} timelines */
+function scaleMemory(timelines) {
+  mostBytes = Math.max(1, ...timelines.filter((spans) => spans.hasMemory).map(memoryScale));
+}
 
 /**
  * @param {Uint32Array} pixels @param {number} width @param {number} top @param {number} bottom @param {number} base where the band ends, perhaps below
@@ -129,8 +138,7 @@ const scales = new WeakMap();
  */
 function paintMemory(pixels, width, top, bottom, base, band, ratio, from, to, theme) {
   const { times, live } = memoryOf(band.spans, band.rank);
-  let most = scales.get(band.spans);
-  if (!most) scales.set(band.spans, most = memoryScale(band.spans));
+  const most = mostBytes;
   const full = band.height * ratio, step = (to - from) / width;
   const colour = pixelOf("#009e73"), light = pixelOf("#7fceb9");
   let place = 0;

@@ -13,14 +13,19 @@ function figures(value) {
 /** @param {number} value */
 function secondsText(value) {
   if (value === 0) return "0";
+  for (const [unit, size, least] of /** @type {[string, number, number][]} */ ([["d", 86400, 2 * 86400], ["h", 3600, 7200], ["min", 60, 600]])) {
+    if (Math.abs(value) >= least) return `${figures(value / size)} ${unit}`;
+  }
   for (const [unit, factor] of /** @type {[string, number][]} */ ([["s", 1], ["ms", 1e3], ["µs", 1e6]])) {
     if (Math.abs(value) * factor >= 1) return `${(value * factor).toPrecision(4).replace(/(\.\d*?)0+$/, "$1").replace(/\.$/, "")} ${unit}`;
   }
   return `${(value * 1e9).toFixed(0)} ns`;
 }
-/** @param {number} nanoseconds */
-function timeText(nanoseconds) {
-  return secondsText(nanoseconds / 1e9);
+let unitSeconds = 1e-9;  // of the report's times
+
+/** @param {number} time of the report */
+function timeText(time) {
+  return secondsText(time * unitSeconds);
 }
 /** @param {number} share */
 function percent(share) {
@@ -68,7 +73,7 @@ function makeTable(caption, head, rows) {
 
 /** A table of all timelines. @param {Report} report @param {Spans[]} timelines */
 function showOverview(report, timelines) {
-  const first = timelines[0];
+  const first = timelines[0], some = timelines.some((spans) => spans.hasMemory);
   const rows = timelines.map((spans) => {
     const { header } = spans, sums = totalOf(report, wholeSums(report, spans));
     const all = header.makespan * header.numRanks || 1;
@@ -77,9 +82,10 @@ function showOverview(report, timelines) {
       header.name, timeText(header.makespan), header.bound ? (header.makespan / header.bound).toFixed(3) : "–",
       `${(first.header.makespan / header.makespan).toFixed(2)} ×`,
       share("forward", "backward", "recompute"), share("transfer"), share("sync"), share("optimizer"), share("idle"),
+      ...(some ? [spans.hasMemory ? bytesText(peakBytes(spans)) : "–"] : []),
     ];
   });
-  byId("overview").replaceChildren(makeTable("", ["", "step", "× bound", `speedup over ${first.header.name}`, "compute", "send, receive", "synchronise", "optimizer", "idle"], rows));
+  byId("overview").replaceChildren(makeTable("", ["", "step", "× bound", `speedup over ${first.header.name}`, "compute", "send, receive", "synchronise", "optimizer", "idle", ...(some ? ["peak memory"] : [])], rows));
   const { workload, cluster, numRanks } = first.header;
   byId("subtitle").textContent = `${workload} on ${numRanks} device${numRanks === 1 ? "" : "s"} (${cluster})`;
 }
@@ -105,7 +111,7 @@ const MOST_DEVICES = 64;  // that have a line in the table of sums
 function showSums(report, shown, range) {
   byId("sums-range").textContent = range
     ? `From ${timeText(range[0])} to ${timeText(range[1])}, ${timeText(range[1] - range[0])} of each device. Escape in the timeline leaves the range.`
-    : "The whole step. Transfers and synchronisation count where they are exposed: while the device does not compute.";
+    : shown[0].fleet ? "Device time from the first arrival to the end." : "The whole step. Transfers and synchronisation count where they are exposed: while the device does not compute.";
   /** @type {(string | Node)[][]} */
   const rows = [];
   for (const spans of shown) {
@@ -113,8 +119,9 @@ function showSums(report, shown, range) {
     const total = totalOf(report, each);
     const name = shown.length > 1 ? `${spans.header.name}, ` : "";
     rows.push(sumsRow(report, `${name}all devices`, total));
-    if (spans.rows.length > 1) each.slice(0, MOST_DEVICES).forEach((sums, rank) => rows.push(sumsRow(report, `${name}device ${rank}`, sums)));
-    if (each.length > MOST_DEVICES) rows.push([`${name}${each.length - MOST_DEVICES} more devices`]);
+    if (spans.fleet) for (const [group, ranks] of rankGroups(spans)) rows.push(sumsRow(report, `${name}${group}`, totalOf(report, ranks.map((rank) => each[rank]))));
+    else if (spans.rows.length > 1) each.slice(0, MOST_DEVICES).forEach((sums, rank) => rows.push(sumsRow(report, `${name}device ${rank}`, sums)));
+    if (each.length > MOST_DEVICES && !spans.fleet) rows.push([`${name}${each.length - MOST_DEVICES} more devices`]);
   }
   const names = report.classes.map((name) => ({ transfer: "send, receive", sync: "synchronise" }[name] || name));
   byId("sums").replaceChildren(makeTable("", ["", "", ...names], rows));
@@ -219,7 +226,10 @@ function showLegend(report, by, two) {
   if (by === "difference" && two) {
     entries = [["over 2 % longer than its match", LONGER, false], ["over 2 % shorter", SHORTER, false], ["about as long", SAME, false], ["no match", UNMATCHED, false]];
   } else if (by === "kind") {
-    entries = report.kinds.map((kind) => [kind, report.colours[/** @type {any} */ (KIND_COLOURS)[kind]], kind === "backward"]);
+    entries = report.kinds.map((kind) => [kind, report.colours[/** @type {any} */ (KIND_COLOURS)[kind]], STRIPED.includes(kind)]);
+  } else if (report.kind === "fleet") {
+    entries = by === "task" ? report.tasks.slice(0, 40).map((name, place) => [name, report.colours[place % report.colours.length], false]) : [["training: each job has its colour", report.colours[0], false]];
+    entries.push(["reallocation: striped", report.colours[0], true], ["lost to a fault: darker, striped", darkened(report.colours[0]), true], ["node down", NEUTRAL.down, true]);
   } else {
     const names = by === "task" ? report.tasks : report.groups;
     entries = names.slice(0, 40).map((name, place) => [name, report.colours[place % report.colours.length], false]);

@@ -7,10 +7,12 @@
  * @returns {Layout}
  */
 function makeLayout(first, second, options) {
-  const layout = { bands: /** @type {Band[]} */ ([]), blocks: /** @type {Block[]} */ ([]), height: 4 };
+  const layout = { bands: /** @type {Band[]} */ ([]), blocks: /** @type {Block[]} */ ([]), titles: /** @type {{top: number, text: string}[]} */ ([]), height: 4 };
   const mode = second ? options.mode : "single";
   if (mode === "stacked") {
     for (const spans of /** @type {Spans[]} */ ([first, second])) {
+      if (spans.fleet) layout.titles.push({ top: layout.height, text: spans.header.name });
+      layout.height += spans.fleet ? 18 : 0;
       for (const ranks of foldedRanks([spans], options.fold)) addBlock(layout, spans, ranks, null, options, spans.header.name);
       layout.height += 10;
     }
@@ -47,8 +49,8 @@ function addBlock(layout, spans, ranks, other, options, name) {
     layout.bands.push({ top: layout.height, height, kind: "memory", spans, rank, from: 0, to: 0, other: null });
     layout.height += height + 1;
   }
-  layout.blocks.push({ top, height: layout.height - top, label: `${rangesOf(ranks)}${name ? ` ${name}` : ""}`, ranks, spans });
-  layout.height += options.height > 8 ? 3 : 1;
+  layout.blocks.push({ top, height: layout.height - top, label: `${rowLabel(spans, ranks)}${name && !spans.fleet ? ` ${name}` : ""}`, ranks, spans });
+  layout.height += options.height > 8 ? 3 : options.height > 3 ? 1 : 0;
 }
 
 /**

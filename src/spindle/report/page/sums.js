@@ -17,7 +17,7 @@ function deviceSums(report, spans, rank, from, to) {
     for (let span = firstReaching(spans, row, from); span < row.to && start[span] < to; span++) {
       const number = instruction[span];
       const middle = start[span] + Math.floor((end[span] - start[span]) * program.recompute[number]);
-      add(pieces[recompute], start[span], middle);
+      if (recompute >= 0) add(pieces[recompute], start[span], middle);
       add(pieces[classOf[program.kinds[number]]], middle, end[span]);
     }
   }

@@ -1,6 +1,6 @@
 // The timeline's view: what is shown, and what mouse and keyboard do.
 
-const GUTTER = 150, AXIS = 26, LEAST = 20;  // pixels beside and above the rows; nanoseconds of the closest zoom
+const GUTTER = 150, AXIS = 26;  // pixels beside and above the rows
 
 /**
  * @typedef {object} State
@@ -16,7 +16,9 @@ async function start() {
   try {
     const { report, columns } = await decodeData(byId("data").textContent.trim());
     byId("data").remove();
-    show(report, report.timelines.map((_, number) => makeSpans(report, columns, number)));
+    unitSeconds = report.unit;
+    const make = report.kind === "fleet" ? makeFleetSpans : makeSpans;
+    show(report, report.timelines.map((_, number) => make(report, columns, number)));
   } catch (error) {
     byId("subtitle").textContent = `This report cannot be read: ${error instanceof Error ? error.message : error}`;
   }
@@ -32,7 +34,10 @@ function show(report, timelines) {
   /** @type {State} */
   const state = { from: 0, to: 1, range: null, selected: null, gap: null, row: 0 };
   /** @type {Layout} */
-  let layout = { bands: [], blocks: [], height: 0 };
+  let layout = { bands: [], blocks: [], titles: [], height: 0 };
+  const ofFleet = report.kind === "fleet";
+  const closest = ofFleet ? 1 / report.unit : 20;  // at most a second of a fleet, 20 ns of a step, fill the width
+  let chosenJob = -1;
   /** @type {Map<Spans, Palette>} */
   let palettes = new Map();
   /** @type {Map<Spans, boolean[]>} */
@@ -51,6 +56,7 @@ function show(report, timelines) {
   /** @type {Theme} */
   let theme = readTheme();
   let pending = 0;
+  let scrolled = 0;  // as of the last frame: the browser lays out the page for whoever asks
 
   // What is shown.
 
@@ -75,8 +81,9 @@ function show(report, timelines) {
     second = chosen("second") === "" ? null : timelines[Number(chosen("second"))];
     document.body.classList.toggle("single", timelines.length < 2);
     if (!second && chosen("colour") === "difference") byId("colour").value = "module";
-    match = second ? matchSpans(first, second) : null;
-    layout = makeLayout(first, second, { mode: chosen("layout"), fold: chosen("fold"), height: Number(chosen("height")), memory: byId("memory").checked });
+    match = second && !ofFleet ? matchSpans(first, second) : null;
+    layout = makeLayout(first, second, { mode: chosen("layout"), fold: chosen("fold"), height: rowHeight(), memory: byId("memory").checked });
+    if (byId("memory").checked) scaleMemory(timelines);
     state.row = Math.min(state.row, layout.bands.length - 1);
     if (state.selected && !shownTimelines().includes(state.selected.spans)) state.selected = null;
     resize();
@@ -84,10 +91,39 @@ function show(report, timelines) {
     byId("comparison-section").hidden = !second;
   }
 
+  /** The height of a row; `fit`: so that all devices are seen at once, but for a pixel each. */
+  function rowHeight() {
+    if (chosen("height") !== "fit") return Number(chosen("height"));
+    const shown = shownTimelines(), count = foldedRanks(shown, chosen("fold")).length * shown.length;
+    return Math.max(1, Math.min(18, Math.floor((window.innerHeight * 0.66 - AXIS - 50) / count)));
+  }
+
   /** The tables below the timeline. */
   function updateTables() {
+    if (ofFleet) {
+      if (second) showFleetComparison(report, first, second);
+      updateJobs();
+      drawFleetCharts(report, shownTimelines());
+    }
     if (second && match) showComparison(report, first, second, match);
     showSums(report, shownTimelines(), state.range);
+  }
+
+  function updateJobs() {
+    showJobs(report, shownTimelines(), chosen("search").trim().toLowerCase(), chooseJob);
+    if (chosenJob >= 0) showJob(report, shownTimelines(), chosenJob);
+  }
+  /** Show a job, and where it runs first. @param {number} job */
+  function chooseJob(job) {
+    chosenJob = job;
+    showJob(report, shownTimelines(), job);
+    for (const spans of shownTimelines()) {
+      let earliest = -1;
+      for (let span = 0; span < spans.start.length; span++) {
+        if (spans.program.groups[spans.instruction[span]] === job && (earliest < 0 || spans.start[span] < spans.start[earliest])) earliest = span;
+      }
+      if (earliest >= 0) { select(spans, earliest); break; }
+    }
   }
 
   /** New colours: other ones, a search, the critical path, light or dark. */
@@ -112,7 +148,7 @@ function show(report, timelines) {
       if (byId("critical").checked) palette = dimmedPalette(spans, palette, new Set(criticalPath(spans)), style("idle"));
       palettes.set(spans, palette);
     });
-    byId("matches").textContent = text ? `${hits.length.toLocaleString("en")} spans` : "";
+    byId("hits").textContent = text ? `${hits.length.toLocaleString("en")} spans` : "";
     showLegend(report, by, second !== null);
     repaint();
   }
@@ -124,6 +160,7 @@ function show(report, timelines) {
     const most = matchMedia("print").matches ? 2200 : Math.max(160, Math.floor(window.innerHeight * 0.66));
     height = Math.min(layout.height + AXIS, most);
     byId("stage").style.height = `${height}px`;
+    if (matchMedia("print").matches) byId("spacer").style.height = `${height}px`;  // paper does not scroll
     for (const each of [canvas, overlay]) {
       each.width = Math.round(width * ratio);
       each.height = Math.round(height * ratio);
@@ -142,7 +179,8 @@ function show(report, timelines) {
   /** Paint a frame. */
   function paint() {
     const pixels = new Uint32Array(image.data.buffer);
-    paintRows(pixels, image.width, image.height, layout, scroller.scrollTop, ratio, state.from, state.to, (spans) => /** @type {Palette} */ (palettes.get(spans)), theme);
+    scrolled = scroller.scrollTop;
+    paintRows(pixels, image.width, image.height, layout, scrolled, ratio, state.from, state.to, (spans) => /** @type {Palette} */ (palettes.get(spans)), theme);
     context.fillStyle = theme.background;
     context.fillRect(0, 0, canvas.width, canvas.height);
     context.putImageData(image, Math.round(GUTTER * ratio), Math.round(AXIS * ratio));
@@ -156,7 +194,7 @@ function show(report, timelines) {
   /** @param {number} x */
   const timeOf = (x) => state.from + ((x - GUTTER) / (width - GUTTER)) * (state.to - state.from);
   /** @param {number} top */
-  const yOf = (top) => AXIS + top - scroller.scrollTop;
+  const yOf = (top) => AXIS + top - scrolled;
 
   function paintOverlay() {
     const onPaper = matchMedia("print").matches;
@@ -295,7 +333,16 @@ function show(report, timelines) {
       if (yOf(block.top + block.height) < AXIS || y > height || y < free) continue;
       above.fillStyle = theme.text;
       above.fillText(block.label, 6, y);
-      free = y + 12;
+      if (block.label) free = y + 12;
+    }
+    above.restore();
+    above.save();
+    above.font = "bold 12px ui-sans-serif, system-ui, Helvetica, Arial, sans-serif";
+    for (const { top, text } of layout.titles) {
+      const y = yOf(top) + 9;
+      if (y < AXIS || y > height) continue;
+      above.fillStyle = theme.text;
+      above.fillText(text, 6, y);
     }
     above.restore();
     const band = layout.bands[state.row];
@@ -314,8 +361,7 @@ function show(report, timelines) {
     above.font = "11px ui-sans-serif, system-ui, Helvetica, Arial, sans-serif";
     above.fillText("device", 6, AXIS / 2);
     const least = (state.to - state.from) / Math.max(2, (width - GUTTER) / 110);
-    const power = 10 ** Math.floor(Math.log10(least));
-    const step = [1, 2, 5, 10].map((factor) => factor * power).find((size) => size >= least * 0.999) || least;
+    const step = niceStep(least * unitSeconds) / unitSeconds;
     for (let number = Math.ceil(state.from / step); number * step <= state.to; number++) {
       const x = xOf(number * step);
       above.beginPath();
@@ -351,7 +397,7 @@ function show(report, timelines) {
 
   /** @param {number} from @param {number} to */
   function zoomTo(from, to) {
-    const all = longest(), size = Math.min(Math.max(to - from, LEAST), all * 1.04);
+    const all = longest(), size = Math.min(Math.max(to - from, closest), all * 1.04);
     const middle = (from + to) / 2;
     state.from = Math.min(Math.max(middle - size / 2, -0.02 * all), Math.max(-0.02 * all, all * 1.02 - size));
     if (size >= all * 1.02) state.from = 0;
@@ -371,7 +417,7 @@ function show(report, timelines) {
   }
   /** @param {Spans} spans @param {number} span */
   function zoomToSpan(spans, span) {
-    const size = Math.max(LEAST, spans.end[span] - spans.start[span]);
+    const size = Math.max(closest, spans.end[span] - spans.start[span]);
     zoomTo(spans.start[span] - size * 0.3, spans.end[span] + size * 0.3);
     const band = bandOf(spans, spans.rank[span], spans.lane[span]);
     if (band) reveal(band);
@@ -391,8 +437,15 @@ function show(report, timelines) {
     state.gap = null;
     const band = bandOf(spans, spans.rank[span], spans.lane[span]);
     if (band) state.row = layout.bands.indexOf(band);
-    const details = byId("details"), [name, ...rest] = spanText(spans, span);
+    const details = byId("details"), [name, ...rest] = textOf(spans, span);
     const lines = [element("strong", name), ...rest.map((text) => element("p", text))];
+    if (spans.fleet) {
+      const job = spans.program.groups[spans.instruction[span]];
+      if (job >= 0 && job !== chosenJob) { chosenJob = job; showJob(report, shownTimelines(), job); }
+      details.replaceChildren(...lines, ...(job >= 0 ? [element("p", "Its cells, attempts and waits stand below, under Jobs.")] : []));
+      repaint();
+      return;
+    }
     const cause = spans.after[span];
     if (cause >= 0) {
       const line = element("p", "It waited last for ");
@@ -408,6 +461,10 @@ function show(report, timelines) {
     repaint();
   }
 
+  /** @param {Spans} spans @param {number} span */
+  function textOf(spans, span) {
+    return spans.fleet ? fleetSpanText(report, spans, span) : spanText(spans, span);
+  }
   /** @param {Spans} spans @param {number} span */
   function counterpart(spans, span) {
     if (!second || !match) return null;
@@ -430,8 +487,10 @@ function show(report, timelines) {
     state.gap = { spans, ...gap };
     state.selected = null;
     const details = byId("details"), idle = timeText(gap.to - gap.from);
-    const lines = [element("strong", `Device ${rank} is idle for ${idle}, from ${timeText(gap.from)} to ${timeText(gap.to)}`)];
-    if (gap.next < 0) {
+    const what = deviceName(spans, rank);
+    const lines = [element("strong", `${what[0].toUpperCase()}${what.slice(1)} is idle for ${idle}, from ${timeText(gap.from)} to ${timeText(gap.to)}`)];
+    if (spans.fleet) lines.push(...fleetGapLines(report, spans, rank, gap).map((text) => element("p", text)));
+    else if (gap.next < 0) {
       const path = criticalPath(spans), last = path[path.length - 1];
       const line = element("p", "It has nothing more to do. The step ends with ");
       line.append(link(spans, last), ` on device ${spans.rank[last]}.`);
@@ -473,7 +532,7 @@ function show(report, timelines) {
   function clear() {
     if (byId("critical").checked) { describeCritical(); return; }
     state.selected = state.gap = null;
-    byId("details").replaceChildren(element("p", "Click a span to see what it waited for, or a gap to see why the device is idle.", { class: "hint" }));
+    byId("details").replaceChildren(element("p", ofFleet ? "Click a span to see its job, or a gap to see why the device is idle." : "Click a span to see what it waited for, or a gap to see why the device is idle.", { class: "hint" }));
   }
 
   /** @param {[number, number] | null} range */
@@ -490,7 +549,7 @@ function show(report, timelines) {
     const { spans, span } = hits[hit];
     select(spans, span);
     zoomToSpan(spans, span);
-    byId("matches").textContent = `${hit + 1} of ${hits.length.toLocaleString("en")} spans`;
+    byId("hits").textContent = `${hit + 1} of ${hits.length.toLocaleString("en")} spans`;
   }
 
   // Mouse.
@@ -556,11 +615,11 @@ function show(report, timelines) {
     }
     const { other } = picked.band;
     const beside = other ? spanAt(other.spans, { lane: 0, from: other.from, to: other.to }, picked.time) : -1;
-    const below = other && beside >= 0 ? ["", `${other.spans.header.name}: ${spanText(other.spans, beside)[0]}`, ...spanText(other.spans, beside).slice(1)] : [];
-    if (picked.span >= 0) return [...spanText(picked.spans, picked.span), ...below].join("\n");
+    const below = other && beside >= 0 ? ["", `${other.spans.header.name}: ${textOf(other.spans, beside)[0]}`, ...textOf(other.spans, beside).slice(1)] : [];
+    if (picked.span >= 0) return [...textOf(picked.spans, picked.span), ...below].join("\n");
     if (picked.time < 0 || picked.time > picked.spans.header.makespan) return "";
     const gap = picked.band.kind === "compute" ? gapAt(picked.spans, picked.band.rank, picked.time) : null;
-    return gap ? `device ${picked.band.rank}: idle for ${timeText(gap.to - gap.from)}\nclick to see why` : "";
+    return gap ? `${deviceName(picked.spans, picked.band.rank)}: idle for ${timeText(gap.to - gap.from)}\nclick to see why` : "";
   }
   /** @param {PointerEvent} event */
   function hover(event) {
@@ -582,6 +641,7 @@ function show(report, timelines) {
     state.row = row;
     reveal(layout.bands[row]);
     const band = layout.bands[row], middle = (state.from + state.to) / 2;
+    if (band.from === band.to) { clear(); state.row = row; repaint(); return; }
     const span = Math.max(band.from, lastBegun(band.spans, { lane: 0, from: band.from, to: band.to }, middle));
     select(band.spans, span);
     state.row = row;
@@ -589,7 +649,7 @@ function show(report, timelines) {
   /** @param {number} step */
   function moveSpan(step) {
     const band = layout.bands[state.row];
-    if (!band || band.kind === "memory") return;
+    if (!band || band.kind === "memory" || band.from === band.to) return;
     const { selected } = state;
     const inBand = selected && selected.spans === band.spans && selected.span >= band.from && selected.span < band.to;
     const middle = (state.from + state.to) / 2;
@@ -614,7 +674,7 @@ function show(report, timelines) {
       time = Math.min(...ends, Infinity);
     }
     state.gap = null;
-    byId("details").replaceChildren(element("p", `Device ${rank} has no later gap.`));
+    byId("details").replaceChildren(element("p", `${deviceName(spans, rank)} has no later gap.`));
     repaint();
   }
 
@@ -640,17 +700,35 @@ function show(report, timelines) {
   });
   for (const name of ["focus", "blur"]) overlay.addEventListener(name, repaint);
 
+  function drawAllCharts() {
+    if (ofFleet) drawFleetCharts(report, shownTimelines());
+    else drawCharts(report);
+  }
+
   // Controls.
 
   for (const id of ["first", "second"]) {
     timelines.forEach((spans, number) => byId(id).append(element("option", spans.header.name, { value: `${number}` })));
   }
+  if (ofFleet) {
+    document.body.classList.add("fleet");
+    byId("overview-heading").textContent = "Policies";
+    byId("run-heading").textContent = "Over time";
+    byId("colour").options[0].textContent = "by job";
+    byId("colour").options[1].textContent = "by team";
+    byId("whole").textContent = "Whole time";
+    byId("layout").value = "stacked";
+    byId("jobs-section").hidden = false;
+    byId("job-order").addEventListener("change", updateJobs);
+    byId("search").addEventListener("input", updateJobs);
+    for (const option of document.querySelectorAll("option.of-steps")) option.remove();
+  }
   byId("second").append(element("option", "none", { value: "" }));
   byId("second").value = second ? "1" : "";
   const numRanks = Math.max(...timelines.map((spans) => spans.rows.length));
   const fewer = foldedRanks(timelines.slice(0, 2), "times").length;
-  byId("fold").value = fewer * 2 <= numRanks ? "times" : "all";
-  byId("height").value = "18";
+  byId("fold").value = fewer * 2 <= numRanks && !ofFleet ? "times" : "all";
+  byId("height").value = ofFleet ? "fit" : "18";
   byId("memory").checked = fewer <= 16 && timelines.slice(0, 2).some((spans) => spans.hasMemory);
   for (const id of ["first", "second", "layout", "fold", "height", "memory"]) byId(id).addEventListener("change", () => { relayout(); zoomTo(state.from, state.to); setTimeout(updateTables); });
   byId("colour").addEventListener("change", recolour);
@@ -666,7 +744,7 @@ function show(report, timelines) {
   // An observer runs after the animation frames: without painting here, a resized canvas is black for a frame.
   new ResizeObserver(() => { resize(); paint(); }).observe(scroller);
   for (const query of ["(prefers-color-scheme: dark)", "print"]) {
-    matchMedia(query).addEventListener("change", () => { resize(); recolour(); paint(); drawCharts(report); });
+    matchMedia(query).addEventListener("change", () => { resize(); recolour(); paint(); drawAllCharts(); });
   }
 
   // The rest of the page, once the timeline is painted.
@@ -677,8 +755,8 @@ function show(report, timelines) {
   paint();
   const firstPicture = performance.now();
   updateTables();
-  showOverview(report, timelines);
-  drawCharts(report);
+  if (ofFleet) showFleetOverview(report, timelines);
+  else { showOverview(report, timelines); drawCharts(report); }
   byId("assumptions").replaceChildren(...report.assumptions.map((text) => element("li", text)), ...report.attachments.map((name) => {
     const item = element("li", "Trace of torch.profiler beside the run: ");
     item.append(element("code", name));
@@ -688,7 +766,7 @@ function show(report, timelines) {
 
   // For tests and for scripts in the console.
   window.spindleReport = {
-    report, timelines, state, paint, pick, textAt, zoomTo, zoomOut, zoomToSpan, select, explain, setRange,
+    report, timelines, state, paint, pick, textAt, zoomTo, zoomOut, zoomToSpan, select, explain, setRange, chooseJob,
     deviceSums: (/** @type {number} */ number, /** @type {number} */ from, /** @type {number} */ to) => timelines[number].rows.map((_, rank) => deviceSums(report, timelines[number], rank, from, to)),
     criticalPath: (/** @type {number} */ number) => criticalPath(timelines[number]),
     place: (/** @type {number} */ number, /** @type {number} */ span) => { const spans = timelines[number]; return pointOf(spans, span, (spans.start[span] + spans.end[span]) / 2); },

@@ -1,0 +1,200 @@
+"""From the arguments of `spindle fleet submit` to a job: checked as a whole before anything is written."""
+
+from __future__ import annotations
+
+import re
+import time
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from datetime import datetime
+from pathlib import Path
+
+from spindle.errors import FleetError, InputError
+from spindle.fleet import Cell, Estimate, Fleet, Job, JobState, State
+from spindle.fleet.deadlines import Verdict, verdict
+from spindle.fleet.store import Store, StoredPlan, Submission
+
+_UNITS_S = {"s": 1.0, "m": 60.0, "h": 3600.0, "d": 86400.0}
+_STATE_BYTES = 12  # of a trained element: itself and two moments of Adam, in float32
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Prepared:
+    """All that is submitted. `promise` says whether a deadline will be met."""
+
+    job: Job
+    estimates: tuple[Estimate, ...]
+    submission: Submission
+    plans: tuple[StoredPlan, ...] = ()
+    promise: str = ""
+
+
+def described_job(
+    store: Store,
+    command: list[str],
+    *,
+    name: str,
+    team: str,
+    priority: str,
+    deadline: str,
+    kinds: str,
+    count: str,
+    steps: int | None,
+) -> Job:
+    """The job that the options describe, with the fleet's names of kinds."""
+    from spindle.fleet.job import read_counts
+
+    fleet = store.fleet
+    least, most = read_counts(count)
+    fleet.team(team)
+    job_name = name or Path(command[0]).stem
+    if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}", job_name):
+        raise InputError(f"--name: expected letters, digits, dots, dashes and underscores, got {job_name!r}")
+    return Job(
+        name=job_name,
+        command=tuple(command),
+        team=team,
+        priority=priority,
+        num_steps=steps,
+        deadline_s=read_deadline(deadline, store.origin_unix_s) if deadline else None,
+        kinds=tuple(fleet.kinds[fleet.kind_number(kind.strip())].name for kind in kinds.split(",") if kind.strip()),
+        min_devices=least,
+        max_devices=most,
+    )
+
+
+def read_deadline(text: str, origin_unix_s: float, now_unix_s: float | None = None) -> float:
+    """A deadline on the fleet's clock: of a duration (`6h`, `1d12h`) or a time (`2030-01-31T18:00`)."""
+    now_unix_s = time.time() if now_unix_s is None else now_unix_s
+    parts = re.fullmatch(r"(?:\d+(?:\.\d+)?[smhd])+", text)
+    if parts is not None:
+        pairs = re.findall(r"(\d+(?:\.\d+)?)([smhd])", text)
+        end_s = now_unix_s + sum(float(number) * _UNITS_S[unit] for number, unit in pairs)
+    else:
+        try:
+            end_s = datetime.fromisoformat(text).timestamp()
+        except ValueError:
+            raise InputError(
+                f"--deadline: expected a duration (6h, 90m) or a time (2030-01-31T18:00), got {text!r}"
+            ) from None
+    if end_s <= now_unix_s:
+        raise InputError(f"--deadline: {text} lies {now_unix_s - end_s:.0f} s in the past; give a later one")
+    return end_s - origin_unix_s
+
+
+def prepare(store: Store, job: Job, command: list[str], times: list[str], logs: str, folder: str) -> Prepared:
+    """Everything that a job needs to be scheduled. Runs its script up to the first fit."""
+    from spindle.fleet.event_log import latest_state
+
+    state = latest_state(store)
+    if any(known.name == job.name for known in (*state.jobs, *state.ended)):
+        raise InputError(f"a job called {job.name!r} was submitted before; give this one another --name")
+    if times:
+        estimates = tuple(_given_time(text, store.fleet, job) for text in times)
+        submission = Submission(command=tuple(command), is_script=False, folder=folder, logs=logs, environment={})
+        return _promised(state, Prepared(job=job, estimates=estimates, submission=submission))
+    return _prepared_script(store, state, job, command, logs, folder)
+
+
+def _given_time(text: str, fleet: Fleet, job: Job) -> Estimate:
+    match = re.fullmatch(r"(.+):(\d{1,6})=(\d+(?:\.\d+)?(?:e-?\d+)?)", text)
+    if match is None:
+        raise InputError(f"--time: expected KIND:N=SECONDS (a100:4=0.5), got {text!r}")
+    kind, count, step_s = fleet.kinds[fleet.kind_number(match[1])].name, int(match[2]), float(match[3])
+    if count < 1 or not fleet.can_hold(fleet.kind_number(kind), count):
+        raise InputError(f"--time {text}: no node or whole nodes of the fleet have {count} devices of {kind}")
+    if not job.accepts(kind, count):
+        raise InputError(f"--time {text}: the job does not accept that (--kinds, --count)")
+    return Estimate(cell=Cell(kind=kind, num_devices=count), step_s=step_s)
+
+
+def _prepared_script(store: Store, state: State, job: Job, command: list[str], logs: str, folder: str) -> Prepared:
+    import json
+
+    from spindle.artifact import artifact_text
+    from spindle.cli.script import workload_of_script
+    from spindle.fleet.estimates import bound_estimates, workload_step
+
+    script = Path(command[0])
+    if script.suffix != ".py":
+        raise InputError(f"{script}: expected a training script (.py), or --time KIND:N=SECONDS for any other command")
+    if not script.is_file():
+        raise InputError(f"{script}: no such file")
+    workload = workload_of_script(str(script), *command[1:])
+    trained = sum(parameter.num_elements for parameter in workload.parameters if parameter.trainable)
+    job = replace(job, num_steps=job.num_steps or workload.num_steps, state_bytes=_STATE_BYTES * trained)
+    step_on = workload_step(workload)
+    bounds = bound_estimates(step_on, store.fleet, job)
+    submission = Submission(
+        command=(str(script.absolute()), *command[1:]),
+        is_script=True,
+        folder=folder,
+        logs=logs,
+        environment={},
+        workload=json.loads(artifact_text("workload", workload)),
+    )
+    return _fitting(state, Prepared(job=job, estimates=bounds, submission=submission))
+
+
+def _fitting(state: State, prepared: Prepared) -> Prepared:
+    """Plan the largest cell of a kind that fits, so that a job that fits nowhere is refused now; with a deadline, the
+    cells that might meet it, the smallest first."""
+    from spindle.display import num_bytes
+    from spindle.fleet.cells import better
+    from spindle.fleet.estimates import least_memory
+    from spindle.fleet.planning import plan_cell
+
+    bounds, workload = prepared.estimates, prepared.submission.workload
+    assert workload is not None
+    largest = {bound.cell.kind: bound for bound in sorted(bounds, key=lambda bound: bound.cell.num_devices)}
+    tried: list[Estimate] = []
+
+    def planned(bound: Estimate) -> Estimate:
+        nonlocal prepared
+        cell = plan_cell(prepared.job.name, workload, state.fleet, bound)
+        if cell.plan:
+            stored = StoredPlan(cell=cell.estimate.cell, plan=cell.plan, profile=cell.profile)
+            prepared = replace(prepared, plans=(*prepared.plans, stored))
+        prepared = replace(prepared, estimates=better(prepared.estimates, (cell.estimate,)))
+        tried.append(cell.estimate)
+        return cell.estimate
+
+    if not any(planned(bound).fits for bound in largest.values()):
+        needed = least_memory(tuple(tried))
+        raise FleetError(
+            f"job {prepared.job.name!r} fits in no cell of {state.fleet.cluster.name} that it accepts"
+            + (f"; the least that would do is {num_bytes(needed)} per device" if needed else "")
+        )
+    if prepared.job.deadline_s is None:
+        return prepared
+    done = {estimate.cell for estimate in tried}
+    for bound in sorted(bounds, key=lambda bound: bound.cell.num_devices):
+        if _verdict(state, prepared).cell is not None:
+            break
+        if bound.cell not in done:
+            planned(bound)
+    return _promised(state, prepared)
+
+
+def _verdict(state: State, prepared: Prepared) -> Verdict:
+    now_s = state.now_s
+    cost_s = state.options.realloc_s
+    if cost_s is None:
+        cost_s = state.options.base_realloc_s + prepared.job.state_bytes / state.fleet.storage_bytes_per_s
+    arrived = JobState(job=prepared.job, arrival_s=now_s, estimates=prepared.estimates, initial_realloc_s=cost_s)
+    return verdict(state, arrived, now_s)
+
+
+def _promised(state: State, prepared: Prepared) -> Prepared:
+    from spindle.display import seconds
+
+    if prepared.job.deadline_s is None:
+        return prepared
+    with suppress(FleetError):
+        answer = _verdict(state, prepared)
+        if answer.cell is not None:
+            return replace(prepared, promise=f"the deadline will be met, on {answer.cell.text} or better")
+        if prepared.job.num_steps is None:
+            return replace(prepared, promise="the deadline cannot be promised: the job has no length (--steps)")
+        return replace(prepared, promise=f"the deadline will be missed by about {seconds(answer.late_s)}: best effort")
+    return prepared

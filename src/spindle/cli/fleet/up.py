@@ -1,0 +1,110 @@
+"""`spindle fleet up`: the scheduler of a live fleet."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+from spindle.cli.fleet.options import STORE, Objective, PolicyName, ReallocS, StoreFile
+
+
+def up(
+    store: StoreFile = STORE,
+    fake: Annotated[
+        str,
+        typer.Option(
+            "--fake",
+            metavar="FLEET",
+            help="Rehearse these machines (a .toml file or a name) with real processes on this one.",
+            show_default=False,
+        ),
+    ] = "",
+    address: Annotated[
+        str, typer.Option("--address", metavar="HOST:PORT", help="Join this Ray cluster.", show_default=False)
+    ] = "",
+    engine: Annotated[str, typer.Option("--engine", help="ray or slurm.")] = "ray",
+    fleet: Annotated[
+        str,
+        typer.Option(
+            "--fleet",
+            metavar="FLEET.toml",
+            help="Teams, and kinds of devices that Spindle does not know.",
+            show_default=False,
+        ),
+    ] = "",
+    policy: PolicyName = "price",
+    objective: Objective = "jct",
+    reallocation: ReallocS = None,
+    interval: Annotated[
+        float, typer.Option("--interval", metavar="SECONDS", help="Least time between two rounds.", min=0.1)
+    ] = 30.0,
+    grace: Annotated[
+        float,
+        typer.Option("--grace", metavar="SECONDS", help="How long a job may take to save a checkpoint.", min=0),
+    ] = 30.0,
+) -> None:
+    """Run the scheduler of a fleet. Jobs are submitted with `spindle fleet submit`.
+
+    Without --address it starts Ray on loopback, with this machine's devices. Training does not depend on this process:
+    it may end (Ctrl-C) and start again, and adopts what runs. `spindle fleet down` ends the fleet. Options that
+    describe the fleet are remembered in its store. Examples:
+
+    spindle fleet up
+
+    spindle fleet up --fake fleet.toml --interval 5
+
+    spindle fleet up --address 10.0.0.1:6379 --store team.db
+    """
+    import signal
+    import time
+    from contextlib import suppress
+
+    from spindle.cli.terminal import notice
+    from spindle.errors import InputError
+    from spindle.fleet.live import LiveFleet
+    from spindle.fleet.machines import create_fleet, open_engine
+    from spindle.fleet.policies import policy_named
+    from spindle.fleet.state import SchedulerOptions
+    from spindle.fleet.store import Store, network_file_system
+
+    def say(text: str) -> None:
+        with suppress(OSError):  # a full disk must not end the scheduler
+            print(f"{time.strftime('%H:%M:%S')} {text}", flush=True)
+
+    if store.exists():
+        if fake or address or fleet:
+            raise InputError(
+                f"{store}: this fleet exists, with its machines; leave --fake, --address and --fleet out, or give "
+                "another --store"
+            )
+        opened = Store.open(store)
+    else:
+        policy_named(policy)
+        options = SchedulerOptions(
+            policy=policy,
+            objective=objective,
+            realloc_s=reallocation,
+            min_interval_s=interval,
+            max_interval_s=max(interval, min(300.0, 10 * interval)),
+        )
+        opened = create_fleet(store, options, engine=engine, fake=fake, address=address, fleet=fleet)
+    with opened:
+        opened.take_lock()
+        if kind := network_file_system(store):
+            notice(f"{store} is on a network file system ({kind}): it is written without a write-ahead log, slower")
+        machines = open_engine(opened)
+        live = LiveFleet(store=opened, engine=machines, grace_s=grace, notify=say)
+        received: list[int] = []
+        for number in (signal.SIGINT, signal.SIGTERM):
+            signal.signal(number, lambda number, _: received.append(number))
+        say(f"{opened.fleet.cluster.name}: {opened.fleet.cluster.num_devices} devices; store {store}")
+        try:
+            live.run(lambda: bool(received))
+        finally:
+            live.close()
+            machines.close(end_machines=live.is_down)
+        if live.is_down:
+            say("the fleet is down; `spindle fleet up` resumes its jobs")
+        else:
+            say("the scheduler has ended; training continues (`spindle fleet up`, `spindle fleet down`)")

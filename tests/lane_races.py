@@ -1,0 +1,79 @@
+"""Races between lanes, made on purpose: one dependency is left out, and what it waited for comes late."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from itertools import pairwise
+from typing import Any
+from unittest import mock
+
+import replay
+from spindle.program import OptimizerStep
+from spindle.run.composed_graph import ComposedGraph
+from spindle.run.lanes import Lanes
+
+Edge = tuple[int, int]
+
+
+@dataclass(slots=True)
+class LeftOut:
+    """The dependency that was left out, None where there is none between lanes; and the instruction that is late."""
+
+    edge: Edge | None = None
+    late: set[int] = field(default_factory=set)
+
+
+def sole_edges(lanes: Lanes, order: Sequence[int], without: set[int]) -> list[Edge]:
+    """Dependencies between lanes that no other path through lanes and dependencies implies. Those of instructions
+    `without` are not among them."""
+    on_lane: dict[int, list[int]] = {}
+    for position in order:
+        on_lane.setdefault(lanes._lane_at[position], []).append(position)
+    followers: dict[int, set[int]] = {}
+    for before, after in (pair for positions in on_lane.values() for pair in pairwise(positions)):
+        followers.setdefault(before, set()).add(after)
+    edges = [(before, after) for after, waits in lanes._waits.items() for before in waits]
+    for before, after in edges:
+        followers.setdefault(before, set()).add(after)
+
+    def is_implied(edge: Edge) -> bool:
+        reached, left = set[int](), [edge[0]]
+        while left:
+            position = left.pop()
+            for follower in followers.get(position, set()) - reached:
+                if (position, follower) != edge:
+                    reached.add(follower)
+                    left.append(follower)
+        return edge[1] in reached
+
+    return sorted(edge for edge in set(edges) if not without & set(edge) and not is_implied(edge))
+
+
+@contextmanager
+def edge_left_out(number: int, *, stays: bool = False) -> Iterator[LeftOut]:
+    """Inside, one instruction does not wait for one of another lane, and nothing else makes it wait; `number` is that
+    of the dependency. The instruction not waited for is `late`: emulated graphs replay it as late as they can. If the
+    dependency `stays`, the instruction is late all the same."""
+    made, left_out = Lanes.__init__, LeftOut()
+
+    def without(lanes: Lanes, program: Any, rank_program: Any, world: Any) -> None:
+        made(lanes, program, rank_program, world)
+        # All lanes are joined before the optimizer, anyway.
+        optimizer = {
+            position for position in rank_program.compute if isinstance(program.instructions[position], OptimizerStep)
+        }
+        edges = sole_edges(lanes, rank_program.compute, optimizer) if lanes._waits else []
+        if edges:
+            left_out.edge = before, after = edges[number % len(edges)]
+            if not stays:
+                lanes._waits[after].remove(before)
+            left_out.late.add(before)
+
+    def replayed(composed: ComposedGraph) -> None:
+        in_any_order(composed, left_out.late)
+
+    in_any_order = replay.replay_children
+    with mock.patch.object(Lanes, "__init__", without), mock.patch.object(replay, "replay_children", replayed):
+        yield left_out

@@ -1,0 +1,249 @@
+"""Live fleets: a real scheduler, Ray nodes with devices that do not exist, real trainings. Nothing is lost."""
+
+from __future__ import annotations
+
+import json
+import os
+import resource
+import signal
+import sqlite3
+import sys
+from pathlib import Path
+
+import pytest
+
+from live_fleets import (
+    SCRIPT,
+    LiveTestFleet,
+    fleet_file,
+    largest_difference,
+    processes_of,
+    steps_of,
+    undisturbed,
+    weights_of,
+)
+from spindle.cli.main import run
+from spindle.errors import InputError
+from spindle.fleet import Draining, NodeLost, Resize, Start, Started
+from spindle.fleet.event_log import replay
+from spindle.fleet.machines import ray_island
+
+pytest.importorskip("ray", reason="live fleets need Ray: pip install 'spindle-train[fleet]'")
+pytestmark = [
+    pytest.mark.skipif(sys.platform != "linux", reason="looks for processes in /proc"),
+    # Ray leaves sockets and processes to the operating system.
+    pytest.mark.filterwarnings("ignore::ResourceWarning", "ignore::pytest.PytestUnraisableExceptionWarning"),
+]
+STEPS = 30
+PAUSED = ("--pause", "0.1")
+
+
+@pytest.fixture(scope="module")
+def fleet(tmp_path_factory):
+    """Three nodes with four devices. Tests use it one after the other, each with jobs of its own."""
+    folder = tmp_path_factory.mktemp("fleet")
+    machines = fleet_file(folder / "fleet.toml", a100=(1, 1), l40s=(2,))
+    fleet = LiveTestFleet(folder, str(machines), "--interval", "1", "--reallocation", "1")
+    try:
+        fleet.up()
+        yield fleet
+    finally:
+        local = fleet.local()
+        fleet.down()
+        from spindle.fleet.ray_nodes import session_processes
+
+        assert not session_processes(local)
+        assert not processes_of(folder)
+
+
+@pytest.fixture(scope="module")
+def expected(tmp_path_factory):
+    """The weights of one process that nobody disturbs."""
+    return undisturbed(tmp_path_factory.mktemp("undisturbed") / "job", STEPS)
+
+
+def is_same(folder: Path, expected) -> bool:
+    return largest_difference(weights_of(folder), expected) < 1e-9
+
+
+def test_training_continues_without_a_scheduler_and_the_next_one_adopts_it(fleet, expected):
+    folder = fleet.submit("adopted", STEPS, *PAUSED, options=("--kinds", "l40s", "--count", "2"))
+    before = fleet.wait_for_step(folder, 2)
+    fleet.kill_scheduler()
+    alone = fleet.wait_for_step(folder, before["step"] + 5)  # nobody schedules
+    code, text = fleet.call("status")
+    assert code == 0
+    assert "The scheduler is down" in text
+    fleet.up()
+    assert fleet.wait_for_end("adopted") == "completed"
+    assert {line["pid"] for line in steps_of(folder)} == {before["pid"]} == {alone["pid"]}
+    assert fleet.job("adopted")["attempt"] == 1
+    assert steps_of(folder)[-1]["cluster"] == "2 x L40S"  # it has measured and planned nothing: no CPU has that profile
+    assert is_same(folder, expected)
+
+
+def test_a_job_on_a_lost_node_resumes_elsewhere_on_another_number_of_devices(fleet, expected):
+    folder = fleet.submit("moved", STEPS, *PAUSED, options=("--count", "1-2", "--kinds", "a100"))
+    fleet.wait_for_step(folder, 7)
+    job = fleet.job("moved")
+    assert job["cell"].startswith("2 x")  # on both nodes
+    fleet.kill_node("node1")
+    fleet.wait_for_step(folder, 0, attempt=job["attempt"] + 1)
+    assert not fleet.status()["nodes"]["node1"]
+    fleet.add_node("node1", "a100", 1)
+    assert fleet.wait_for_end("moved") == "completed"
+    assert is_same(folder, expected)
+    starts = [line["step"] for line in steps_of(folder) if "step" in line]
+    repeated = len(starts) - len(set(starts))
+    assert repeated <= 10 + 2  # one checkpoint interval for each restart, and steps in flight
+    lost = [event for event, _ in fleet.log().entries if isinstance(event, NodeLost)]
+    assert [event.node for event in lost] == ["node1"]
+    fleet.wait(lambda: fleet.status()["nodes"]["node1"], "the node is back, and was checked")
+
+
+def test_a_killed_rank_is_resumed_and_a_drained_node_is_left(fleet, expected):
+    """ray #63968: the warning before a node leaves is used."""
+    folder = fleet.submit("drained", STEPS, *PAUSED, options=("--kinds", "a100", "--count", "1"))
+    line = fleet.wait_for_step(folder, 6)
+    os.kill(line["pid"], signal.SIGKILL)
+    line = fleet.wait_for_step(folder, 0, attempt=2)
+    (node,) = fleet.job("drained")["nodes"]
+    assert fleet.call("drain", node)[0] == 0
+    fleet.wait_for_step(folder, 0, attempt=3)
+    assert fleet.job("drained")["nodes"] != [node]
+    assert fleet.call("drain", node, "--end")[0] == 0
+    assert any(isinstance(event, Draining) for event, _ in fleet.log().entries)
+    assert fleet.wait_for_end("drained") == "completed"
+    assert is_same(folder, expected)
+
+
+def test_a_script_that_fails_at_the_same_step_again_has_failed_with_its_traceback(fleet):
+    fleet.submit("broken", STEPS, "--raise-at", "7", options=("--count", "1"))
+    assert fleet.wait_for_end("broken") == "failed"
+    job = fleet.job("broken")
+    assert job["attempt"] == 2
+    assert "ValueError: step 7 is broken" in job["reason"]
+    assert "fleet_job.py" in job["reason"]  # its own line
+    code, text = fleet.call("logs", "broken", "--lines", "4")
+    assert code == 0
+    assert "step 7 is broken" in text
+
+
+def trains_on_beside_a_full_disk(fleet: LiveTestFleet, folder: Path) -> None:
+    """While the store cannot be written, nothing is reallocated."""
+    line = fleet.wait_for_step(folder, 1)
+    assert fleet.scheduler is not None
+    resource.prlimit(fleet.scheduler.pid, resource.RLIMIT_FSIZE, (1000, resource.RLIM_INFINITY))
+    num_events = len(fleet.log().entries)
+    later = fleet.wait_for_step(folder, line["step"] + 6)
+    assert later["pid"] == line["pid"]
+    assert len(fleet.log().entries) <= num_events + 1
+    assert fleet.is_up()
+    resource.prlimit(fleet.scheduler.pid, resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
+
+
+def test_a_job_is_stopped_with_a_checkpoint_and_resumed_and_the_fleet_goes_down_and_up(fleet, expected):
+    folder = fleet.submit("stopped", STEPS, "--every", "1000", *PAUSED, options=("--count", "1"))
+    trains_on_beside_a_full_disk(fleet, folder)
+    assert fleet.call("stop", "stopped")[0] == 0
+    fleet.wait(lambda: not processes_of(folder), "its ranks are gone")
+    fleet.wait(lambda: fleet.job("stopped")["phase"] == "suspended", "it is suspended")
+    saved = fleet.wait(lambda: fleet.job("stopped")["saved_step"], "it is saved")
+    assert fleet.call("resume", "stopped")[0] == 0
+    fleet.wait_for_step(folder, saved, attempt=2)
+    fleet.down()
+    assert not processes_of(folder)
+    fleet.up()
+    assert fleet.wait_for_end("stopped") == "completed"
+    assert is_same(folder, expected)
+    steps = [line["step"] for line in steps_of(folder) if "step" in line]
+    assert len(steps) - len(set(steps)) <= 4  # reports in flight; no step was trained twice but those
+
+
+def test_any_command_runs_with_step_times_given_by_hand(fleet):
+    path = fleet.folder / "ranks.txt"
+    code, text = fleet.call(
+        *("submit", "--name", "command", "--time", "l40s:2=1.0", "--steps", "1", "--deadline", "6h"),
+        *("sh", "-c", f"echo $RANK of $WORLD_SIZE >> {path}"),
+    )
+    assert code == 0, text
+    assert "the deadline will be met, on 2 x L40S or better" in text
+    assert fleet.wait_for_end("command") == "completed"
+    assert sorted(path.read_text().splitlines()) == ["0 of 2", "1 of 2"]
+
+
+def test_a_fleet_joins_a_ray_that_others_started(fleet, tmp_path):
+    """Its nodes say their kind; two fleets may share a cluster."""
+    joined = LiveTestFleet(tmp_path, "", "--address", fleet.local().address, "--interval", "1")
+    try:
+        joined.up()
+        assert set(joined.status()["nodes"]) == {"node0", "node1", "node2"}
+        code, text = joined.call(
+            "submit", "--name", "hello", "--time", "a100:2=1", "--steps", "1", "sh", "-c", "hostname"
+        )
+        assert code == 0, text
+        assert joined.wait_for_end("hello") == "completed"
+        code, text = joined.call("logs", "hello")
+        assert "attempt 1, 2 ranks" in text
+    finally:
+        joined.down()
+    assert fleet.is_up()  # of which nothing was ended
+
+
+def test_recorded_events_give_the_same_actions_and_every_device_had_one_job(fleet, capsys):
+    assert run(["fleet", "replay", str(fleet.store_path)]) == 0
+    assert capsys.readouterr().out.startswith("the same: ")
+    result = replay(fleet.log())
+    assert not result.difference
+    with sqlite3.connect(fleet.store_path) as connection:
+        assert connection.execute("SELECT count(*) FROM actions WHERE done_s IS NULL").fetchone() == (0,)
+        with pytest.raises(sqlite3.IntegrityError, match="append-only"):
+            connection.execute("DELETE FROM events")
+    started = [event for event, _ in fleet.log().entries if isinstance(event, Started)]
+    starts = [text for _, texts in fleet.log().entries for text in texts if json.loads(text)["action"] != "Plan"]
+    assert len(started) <= len(
+        [text for text in starts if json.loads(text)["action"] in (Start.__name__, Resize.__name__)]
+    )
+
+
+def test_a_node_without_a_kind_is_named():
+    node = {"NodeID": "c0ffee" * 8, "Resources": {"GPU": 4.0}, "Labels": {}}
+    with pytest.raises(InputError, match=r"10.0.0.1:6379: node c0ffeec0ffee has 4 devices and no kind; start it with"):
+        ray_island(node, None, "10.0.0.1:6379")
+    island = ray_island({**node, "Labels": {"ray.io/accelerator-type": "H100"}}, None, "10.0.0.1:6379")
+    assert island is not None
+    assert (island.kind.name, island.num_devices) == ("H100-SXM", 4)
+
+
+def test_what_is_wrong_is_said_in_one_sentence_and_nothing_is_submitted(fleet, tmp_path, capsys):
+    def refused(*arguments: str) -> str:
+        code, text = fleet.call(*arguments)
+        assert code == 2, text
+        assert "Traceback" not in text
+        assert text.startswith("error: "), text
+        return text
+
+    num_jobs = len(fleet.status()["jobs"])
+    script = str(SCRIPT)
+    assert "unknown kind of device 'b100'" in refused("submit", "--kinds", "b100", script)
+    assert "unknown team 'nobody'" in refused("submit", "--team", "nobody", script)
+    assert "at least 1 device" in refused("submit", "--count", "0", script)
+    assert "in the past" in refused("submit", "--deadline", "2001-01-01T00:00", script)
+    assert "unknown priority" in refused("submit", "--priority", "extreme", script)
+    assert "no such file" in refused("submit", str(tmp_path / "none.py"))
+    (tmp_path / "nothing.py").write_text("print('nothing')")
+    assert "without a call of spindle.Trainer.fit" in refused("submit", str(tmp_path / "nothing.py"))
+    (tmp_path / "fails.py").write_text("raise ValueError('broken')")
+    code, text = fleet.call("submit", str(tmp_path / "fails.py"))
+    assert code == 2
+    assert "it failed with the error above" in text
+    huge = refused(
+        "submit", "--name", "huge", "--kinds", "l40s", "--count", "1", script, str(tmp_path), "1", "--size", "20000"
+    )
+    assert "job 'huge' fits in no cell of fleet that it accepts; the least that would do is" in huge
+    assert "submitted before" in refused("submit", "--name", "adopted", script)
+    assert "no job is called 'nobody'" in refused("stop", "nobody")
+    assert "unknown node 'nowhere'" in refused("drain", "nowhere")
+    assert "in use" in refused("up")
+    assert len(fleet.status()["jobs"]) == num_jobs
+    assert not fleet.status()["num_pending_commands"]

@@ -1,0 +1,100 @@
+"""A small training for tests of live fleets: two tasks that share a module, in float64.
+
+fleet_job.py FOLDER STEPS [--pause SECONDS] [--raise-at STEP] [--size N] [--every N]
+
+Checkpoints go to FOLDER/saved, and at the end the weights to FOLDER/final.npz. Each rank 0 appends a line for each of
+its steps to FOLDER/steps.jsonl, and one for its start: whether it has measured layers or searched for a plan.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import time
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch import nn
+
+import spindle
+
+parser = argparse.ArgumentParser()
+parser.add_argument("folder", type=Path)
+parser.add_argument("steps", type=int)
+parser.add_argument("--pause", type=float, default=0.0)
+parser.add_argument("--raise-at", type=int, default=-1)
+parser.add_argument("--size", type=int, default=16)
+parser.add_argument("--every", type=int, default=5)
+options = parser.parse_args()
+
+torch.set_num_threads(1)
+torch.manual_seed(0)
+torch.set_default_dtype(torch.float64)
+RANK, ATTEMPT = int(os.environ.get("RANK", "0")), int(os.environ.get("SPINDLE_ATTEMPT", "0"))
+SIZE, ROWS = options.size, 12
+
+
+def note(**values: object) -> None:
+    if RANK == 0 and options.folder.is_dir():
+        with (options.folder / "steps.jsonl").open("a") as file:
+            file.write(json.dumps({"attempt": ATTEMPT, "time_s": time.time(), "pid": os.getpid(), **values}) + "\n")
+
+
+def tower() -> nn.Sequential:
+    return nn.Sequential(*(nn.Sequential(nn.Linear(SIZE, SIZE), nn.Tanh()) for _ in range(3)))
+
+
+shared = spindle.module("shared", tower())
+left = spindle.module("left", tower())
+right = spindle.module("right", tower())
+
+
+@spindle.task(batch_size=ROWS)
+def first(batch):
+    return (right(shared(left(batch["x"]))) - batch["y"]).square().mean()
+
+
+@spindle.task(batch_size=ROWS)
+def second(batch):
+    return (shared(right(batch["x"])) - batch["y"]).square().mean()
+
+
+class Rows(torch.utils.data.Dataset):
+    def __init__(self, seed: int) -> None:
+        generator = torch.Generator().manual_seed(seed)
+        self._x = torch.randn(96, SIZE, generator=generator)
+        self._y = torch.randn(96, SIZE, generator=generator)
+
+    def __len__(self) -> int:
+        return len(self._x)
+
+    def __getitem__(self, number: int) -> dict[str, torch.Tensor]:
+        return {"x": self._x[number], "y": self._y[number]}
+
+
+def on_step(step: int, losses: object) -> None:
+    note(step=step)
+    if step == options.raise_at:
+        raise ValueError(f"step {step} is broken")
+    time.sleep(options.pause)
+
+
+trainer = spindle.Trainer(
+    [first, second],
+    optimizer=lambda parameters: torch.optim.SGD([p for _, p in parameters], lr=0.05, momentum=0.9),
+    checkpoints=spindle.Checkpoints(options.folder / "saved", every=options.every, keep=2),
+)
+begin_s = time.time()
+trainer.fit({"first": Rows(1), "second": Rows(2)}, steps=options.steps, on_step=on_step, progress=False)
+plan = trainer.plan
+note(
+    ended=True,
+    ranks=trainer.world.size,
+    cluster="" if trainer.profile is None else trainer.profile.cluster.name,
+    planner="" if plan is None else plan.planner,
+)
+if RANK == 0:
+    weights = {name: value.numpy() for name, value in trainer.state_dict().items()}
+    np.savez(options.folder / "final.npz", **weights)
