@@ -127,3 +127,16 @@ def test_a_rank_with_other_samples_is_named(pool):
     answers = pool.run(2, train_on_other_samples)
     message = r"step [1-9]: the loader of task 'describe' gave rank 1 a different batch than rank 0"
     assert all(re.search(message, answer) for answer in answers)
+
+
+def train_with_few_microbatches(rank, num_ranks):
+    planning = spindle.Planning(planner="colocate", pipeline_parallel_degree=1, profile=internals.guessed_profile)
+    trainer = spindle.Trainer(vlm(rows=ROWS).tasks, optimizer=sgd, planning=planning)
+    with pytest.raises(spindle.errors.TrainingError) as raised:
+        trainer.fit({"describe": pages()}, steps=1, progress=False)
+    return str(raised.value)
+
+
+def test_every_replica_needs_a_microbatch(pool):
+    answers = pool.run(2, train_with_few_microbatches)
+    assert all("needs a microbatch for each of the 2 replicas" in answer for answer in answers)

@@ -65,6 +65,13 @@ def make_feed(
         "bar": session.progress.bar,
     }
     if isinstance(loader, Balanced):
+        degree, num_microbatches = config.planning.pipeline_parallel_degree, config.gradient_accumulation_steps
+        if config.planning.is_pipelined and degree and num_microbatches < world.size // degree:
+            raise TrainingError(
+                f"task {definition.name!r}: a step of balanced data needs a microbatch for each of the "
+                f"{world.size // degree} replicas of the pipeline, got gradient_accumulation_steps={num_microbatches}; "
+                "raise it, or take a larger pipeline_parallel_degree"
+            )
         return BalancedFeed(loader, config.gradient_accumulation_steps, **shared)
     feed = sample_feed(loader, config.seed, session.num_batches[definition.name], **shared)
     if feed is None:
