@@ -220,6 +220,8 @@ class Agent:
         if self._stopping is not None:
             return replace(self._latest, outcome=STOPPED, reason=self._reason)
         result = verdict(host.endings(), host.failures(), lambda rank: log_end(log_path(Path(part.logs), rank)))
+        if result.code == 128 + signal.SIGTERM:  # ranks, here or on another node, got the signal from somebody else
+            return replace(self._latest, outcome=STOPPED, reason="its ranks were stopped by a signal")
         with suppress(OSError), log_path(Path(part.logs), result.rank).open("a") as log:
             log.write(f"{result.text}\n")  # ranks have reported it, and printed nothing
         own = [failure for failure in host.failures() if failure.kind == "own"]
