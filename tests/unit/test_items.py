@@ -143,7 +143,10 @@ def test_times_of_items_between_measured_lengths():
     times = ItemTimes(lengths=(1, 2, 4), forward_s=(1.0, 4.0, 16.0), backward_s=(2.0, 4.0, 8.0), together=(2, 4))
     assert times.at(3) == pytest.approx((9.0, 6.0))  # a parabola, and a line
     assert times.at(8)[1] == pytest.approx(16.0)
-    # Together two items took as long as the longer alone and half of the other.
+    # Items that launches bound alone are worth their work together: a third of the batch takes a third of its time.
+    bound = ItemTimes(lengths=(1, 2, 4), forward_s=(4.0, 4.0, 4.0), backward_s=(4.0, 4.0, 4.0), together=(1,) * 30)
+    assert bound.of_part((1,) * 10, (30.0, 30.0)) == pytest.approx((10.0, 10.0))
+    assert bound.of_part((1,) * 2, (30.0, 30.0)) == pytest.approx((4.0, 4.0))
     assert times.of_part((2, 4), (18.0, 12.0)) == pytest.approx((18.0, 12.0))
     assert times.of_part((4,), (18.0, 12.0)) == pytest.approx((16.0, 8.0))
     with pytest.raises(ProfileError, match="must be increasing"):

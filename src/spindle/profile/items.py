@@ -14,9 +14,9 @@ class ItemTimes:
     """Seconds of one layer of an item call, on one device, on single items of these lengths. `together` are the lengths
     of the items on which the op's curve was measured, all at once.
 
-    Between measured lengths p the time is a piece of a·p² + b·p + k through three neighbouring points. Items of a part
-    cost less together than one by one where kernels share launches, or more where attention sees all of them: the
-    longest counts in full, and the others by the share with which `together` agrees with its measurement.
+    Between measured lengths p the time of one item is a piece of a·p² + b·p + k through three neighbouring points.
+    Items of a part share launches, so that several take less than one by one: their time is that of `together`, by the
+    share of its work, and at least that of the longest item alone.
     """
 
     lengths: tuple[int, ...]
@@ -46,15 +46,24 @@ class ItemTimes:
 def _part_s(
     known: Sequence[int], times: Sequence[float], lengths: Sequence[int], together: Sequence[int], together_s: float
 ) -> float:
-    longest = max(lengths)
-    alone_s = _at(known, times, longest)
-    others_s = sum(_at(known, times, length) for length in lengths) - alone_s
-    if not others_s:
-        return alone_s
-    most_s = _at(known, times, max(together))
-    rest_s = sum(_at(known, times, length) for length in together) - most_s
-    share = max(0.0, together_s - most_s) / rest_s if rest_s > 0 else 1.0
-    return alone_s + share * others_s
+    longest_s = _at(known, times, max(lengths))
+    if len(lengths) == 1:
+        return longest_s
+    share = sum(_work(known, times, length) for length in lengths) / sum(
+        _work(known, times, length) for length in together
+    )
+    return max(longest_s, together_s * share)
+
+
+def _work(lengths: Sequence[int], times: Sequence[float], length: int) -> float:
+    """The work of an item, a·p² + b·p through the two longest that were measured: shorter ones alone may take no longer
+    than their launches."""
+    long_rate = times[-1] / lengths[-1]
+    if len(lengths) == 1:
+        return long_rate * length
+    short_rate = times[-2] / lengths[-2]
+    square = min(max(0.0, (long_rate - short_rate) / (lengths[-1] - lengths[-2])), long_rate / lengths[-1])
+    return (square * length + long_rate - square * lengths[-1]) * length
 
 
 def _at(lengths: Sequence[int], times: Sequence[float], length: int) -> float:
