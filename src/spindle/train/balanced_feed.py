@@ -78,8 +78,9 @@ class BalancedFeed(Feed):
             self._steps[last], self._after[last + 1] = self._data.step_after(
                 self._after[last], self._num_microbatches, self.definition.batch_size
             )
-            for old in [known for known in self._steps if known < last - _MOST_STEPS]:
-                del self._steps[old]
+            for old in [known for known in self._after if known < last - _MOST_STEPS]:
+                del self._after[old]
+                self._steps.pop(old, None)
         return self._steps[step][place]
 
     def _whole(self, microbatch: Microbatch) -> Batch:
