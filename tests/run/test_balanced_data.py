@@ -140,3 +140,48 @@ def train_with_few_microbatches(rank, num_ranks):
 def test_every_replica_needs_a_microbatch(pool):
     answers = pool.run(2, train_with_few_microbatches)
     assert all("needs a microbatch for each of the 2 replicas" in answer for answer in answers)
+
+
+class Rows:
+    """Samples of a few tokens."""
+
+    def __len__(self):
+        return 7
+
+    def lengths(self, number):
+        return 2 + number % 3
+
+    def __getitem__(self, number):
+        return {"x": torch.ones(2 + number % 3, 4)}
+
+
+class States(spindle.Callback):
+    def __init__(self, data):
+        self.data, self.steps = data, []
+
+    def on_step(self, record):
+        self.steps.append((self.trainer.train_state().step, *(data.state_dict()["step"] for data in self.data)))
+
+
+def states_in_callbacks(rank, num_ranks):
+    modules = [spindle.module(name, torch.nn.Linear(4, 4)) for name in "ab"]
+
+    def define(name, module):
+        return spindle.task(batch_size=1, name=name)(lambda batch: module(batch["x"]).square().mean())
+
+    tasks = [define(name, module) for name, module in zip("ab", modules, strict=True)]
+    data = {name: spindle.data.balanced({"rows": Rows()}, max_tokens=8) for name in "ab"}
+    states = States(list(data.values()))
+    planning = spindle.Planning(profile=internals.guessed_profile)
+    trainer = spindle.Trainer(
+        tasks, optimizer=sgd, gradient_accumulation_steps=2, planning=planning, callbacks=[states]
+    )
+    trainer.fit(data, steps=4, progress=False)
+    return states.steps, [each.state_dict()["step"] for each in data.values()]
+
+
+def test_states_are_those_after_the_steps_that_are_trained_on_every_rank(pool):
+    for steps, last in pool.run(2, states_in_callbacks):
+        assert all(trained == first == second for trained, first, second in steps)
+        assert len(steps) == 4
+        assert last == [4, 4]  # also of a task whose batches another rank reads

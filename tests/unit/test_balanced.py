@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 torch = pytest.importorskip("torch")
 
-from spindle.data import balanced  # noqa: E402
+from spindle.data import Mix, balanced  # noqa: E402
 from spindle.errors import CheckpointError, InputError, TrainingError  # noqa: E402
 from spindle.planners import group_sequences  # noqa: E402
 
@@ -76,13 +76,37 @@ def test_a_changed_source_index_or_mix_is_refused_by_name():
         ({"mix": {"a": 3}}, "has mix 'a=2', and balanced"),
         ({"max_tokens": 9}, "has max_tokens 8, and balanced"),
         ({"seed": 1}, "has seed 0, and balanced"),
+        ({"too_long": "skip"}, "has too_long 'error', and balanced"),
     ):
         other = balanced({"a": Texts([3, 4])}, **{"lengths": [3, 4], "max_tokens": 8, "mix": {"a": 2}} | options)
         with pytest.raises(CheckpointError, match=message):
             other.load_state_dict(state)
     named = balanced({"b": Texts([3, 4])}, lengths=[3, 4], max_tokens=8, mix={"b": 2})
-    with pytest.raises(CheckpointError, match="mix"):
+    with pytest.raises(CheckpointError, match=r"has sources \['a'\], and balanced\(...\) has \['b'\]"):
         named.load_state_dict(state)
+    with pytest.raises(CheckpointError, match="the state of the data has no 'mix'; expected what state_dict"):
+        data.load_state_dict({key: value for key, value in state.items() if key != "mix"})
+
+
+def test_draws_do_not_depend_on_the_order_in_which_sources_are_named():
+    def samples(*names):
+        data = balanced(
+            {name: Texts([3, 4]) for name in names}, lengths={name: [3, 4] for name in names}, max_tokens=40
+        )
+        return data.step_after(data.state, 2, 2)[0]
+
+    assert samples("a", "b", "c") == samples("c", "a", "b")
+
+
+def test_functions_of_a_mix_are_compared_by_code_and_numbers():
+    def rising(by, *, until=4):
+        return lambda step, first=until: first + sum(by for _ in range(step)) + (step in {1, 2, 3})
+
+    assert Mix({"a": rising(2)}).text == Mix({"a": rising(2)}).text
+    assert " at 0x" not in Mix({"a": rising(2)}).text  # which differs from process to process
+    assert Mix({"a": rising(2)}).text != Mix({"a": rising(3)}).text
+    assert Mix({"a": rising(2)}).text != Mix({"a": rising(2, until=5)}).text
+    assert Mix({"a": 1234567.0}).text != Mix({"a": 1234568.0}).text
 
 
 @pytest.mark.parametrize(
@@ -95,6 +119,10 @@ def test_a_changed_source_index_or_mix_is_refused_by_name():
         ({"lengths": {"b": [3, 4]}}, r"'b' is no source; sources: a"),
         ({"mix": {"b": 1}}, r"names 'b', which is no source; sources: a"),
         ({"mix": {}}, r"has no weight of source 'a'"),
+        ({"mix": {"a": "3"}}, r"mix=\{'a': '3'\}\): expected a number, or a function of the step"),
+        ({"lengths": [3, 1.5]}, r"the lengths of sample 1 are 1.5; expected its tokens, such as 812"),
+        ({"lengths": [(3, 2), 4]}, r"the lengths of sample 0 are \(3, 2\); expected"),
+        ({"lengths": "none.parquet"}, r"none.parquet: cannot be read as Parquet \(FileNotFoundError"),
         ({"max_tokens": 0}, r"max_tokens=0\): must be at least 1"),
         ({"too_long": "cut"}, r"too_long='cut'\): expected one of error, truncate, skip"),
         ({"max_tokens": 2, "too_long": "skip"}, r"all samples of 'a' are longer than max_tokens=2"),
@@ -120,6 +148,9 @@ def test_samples_that_are_too_long_are_named_truncated_or_skipped():
     falling = balanced({"a": Texts([2])}, lengths=[2], max_tokens=6, mix={"a": lambda step: -step})
     with pytest.raises(InputError, match=r"step 0 needs a weight above 0 and none below, got a 0"):
         falling.step_after(falling.state, 1, 1)
+    unknown = balanced({"a": Texts([2])}, lengths=[2], max_tokens=6, mix={"a": lambda step: float("nan")})
+    with pytest.raises(InputError, match=r"step 0 needs a weight above 0 and none below, got a nan"):
+        unknown.step_after(unknown.state, 1, 1)
 
 
 def test_an_index_is_read_from_files(tmp_path):
@@ -179,3 +210,18 @@ def test_samples_are_used_in_the_order_in_which_they_are_drawn():
     order = [data._orders["a"].sample(number) for number in range(12)]
     drawn = [tuple(("a", number) for number in pair) for pair in zip(order[::2], order[1::2], strict=True)]
     assert sequences == sorted(drawn)
+
+
+def test_samples_with_other_entries_or_more_rows_than_indexed_are_refused():
+    class Weighted(Texts):
+        def __getitem__(self, number):
+            return super().__getitem__(number) | {"weights": torch.ones(self.tokens[number])}
+
+    data = balanced({"a": Texts([3]), "b": Weighted([3])}, lengths={"a": [3], "b": [3]}, max_tokens=30)
+    ((microbatch,), _) = data.step_after(data.state, 1, 1)
+    with pytest.raises(TrainingError, match=r"are in one sequence, and only one of them has 'weights'"):
+        data.decoder({}, None).decode(microbatch)
+    old = balanced({"a": Texts([5])}, lengths=[3], max_tokens=8)
+    ((microbatch,), _) = old.step_after(old.state, 1, 1)
+    with pytest.raises(TrainingError, match=r"'ids' has shape \(5,\), expected a row for each of the 3 tokens"):
+        old.decoder({}, None).decode(microbatch)

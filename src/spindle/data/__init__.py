@@ -4,7 +4,7 @@ Samples are drawn by seed and number and packed from their lengths alone, so eve
 messages, whatever the number of ranks. `balanced` is part of the public interface.
 """
 
-from spindle.data.balanced import Balanced, balanced
+from spindle.data.balanced import Balanced, State, balanced
 from spindle.data.decode import Decoder, Microbatch, SampleNumber
 from spindle.data.draws import Mix
 from spindle.data.lengths import LengthIndex, length_index
@@ -16,6 +16,7 @@ __all__ = [
     "Microbatch",
     "Mix",
     "SampleNumber",
+    "State",
     "balanced",
     "length_index",
 ]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from numbers import Real
 from typing import Any
 
 import numpy as np
@@ -69,16 +70,23 @@ class Balanced:
             },
             "carried": [list(sample) for sample in state.carried],
             "max_tokens": self.max_tokens,
+            "too_long": self.too_long,
             "mix": self.mix.text,
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue from a state; refuses one of other sources, lengths or mix, by name."""
+        missing = [key for key in self.state_dict() if key not in state]
+        if missing:
+            raise CheckpointError(
+                f"the state of the data has no {missing[0]!r}; expected what state_dict() of balanced(...) returned"
+            )
         for what, saved, present in (
             ("seed", state["seed"], self.seed),
             ("max_tokens", state["max_tokens"], self.max_tokens),
-            ("mix", state["mix"], self.mix.text),
+            ("too_long", state["too_long"], self.too_long),
             ("sources", sorted(state["sources"]), sorted(self.sources)),
+            ("mix", state["mix"], self.mix.text),
         ):
             if saved != present:
                 raise CheckpointError(
@@ -130,12 +138,6 @@ class Balanced:
             if not room.any():
                 break
         carried += waiting
-        for place, sequence in enumerate(packed):
-            if not sequence:
-                raise InputError(
-                    f"balanced(...): sequence {place} of step {state.step} has no sample: {len(carried)} samples in a "
-                    f"row did not fit; raise max_tokens={self.max_tokens}"
-                )
         groups = group_sequences([self._work(sequence) for sequence in packed], num_microbatches)
         microbatches = tuple(self._microbatch([packed[place] for place in places]) for places in groups)
         after = State(step=state.step + 1, draws=draws, drawn=tuple(drawn.items()), carried=tuple(carried))
@@ -204,13 +206,17 @@ def balanced(
     or with `too_long` "truncate" or "skip". `padding` are the values behind the last token of a sequence, by entry, 0
     by default; `segments` names an entry that numbers the samples of a sequence from 1, with 0 for padding.
     """
-    if not sources:
-        raise InputError("balanced(sources): expected at least one dataset by name, got none")
+    if not isinstance(sources, Mapping) or not sources:
+        got = "none" if isinstance(sources, Mapping) else f"a {type(sources).__name__}"
+        raise InputError(f'balanced(sources): expected datasets by name, such as {{"web": web}}, got {got}')
     if max_tokens < 1:
         raise InputError(f"balanced(max_tokens={max_tokens}): must be at least 1")
     if too_long not in TOO_LONG:
         raise InputError(f"balanced(too_long={too_long!r}): expected one of {', '.join(TOO_LONG)}")
     weights = dict.fromkeys(sources, 1.0) if mix is None else dict(mix)
+    for name, weight in weights.items():
+        if not callable(weight) and not isinstance(weight, Real):
+            raise InputError(f"balanced(mix={{{name!r}: {weight!r}}}): expected a number, or a function of the step")
     unknown = [name for name in weights if name not in sources]
     missing = [name for name in sources if name not in weights]
     if unknown or missing:
@@ -238,7 +244,7 @@ def balanced(
         dict(sources),
         indices,
         max_tokens=max_tokens,
-        mix=Mix(weights),
+        mix=Mix({name: weight if callable(weight) else float(weight) for name, weight in weights.items()}),
         seed=seed,
         too_long=too_long,
         padding=dict(padding or {}),

@@ -64,14 +64,22 @@ class Decoder:
         entries: dict[str, list[torch.Tensor]] = {}
         segments: list[torch.Tensor] = []
         for place, sample in enumerate(sequence):
-            tokens = min(int(self.indices[sample.source].tokens[sample.number]), self.max_tokens)
+            indexed = int(self.indices[sample.source].tokens[sample.number])
+            tokens = min(indexed, self.max_tokens)
             decoded = self._fields(sample, fields)
+            if place and decoded.keys() != entries.keys():
+                first, name = sequence[0], min(decoded.keys() ^ entries.keys())
+                raise TrainingError(
+                    f"sample {sample.number} of {sample.source!r} and sample {first.number} of {first.source!r} are in "
+                    f"one sequence, and only one of them has {name!r}; let all samples of balanced data have the same "
+                    "entries for each token"
+                )
             for name, value in decoded.items():
                 tensor = torch.as_tensor(value)
-                if tensor.dim() == 0 or len(tensor) < tokens:
+                if tensor.dim() == 0 or len(tensor) != indexed:
                     raise TrainingError(
                         f"sample {sample.number} of {sample.source!r}: {name!r} has shape {tuple(tensor.shape)}, "
-                        f"expected a row for each of the {tokens} tokens that its index says"
+                        f"expected a row for each of the {indexed} tokens that its index says; make the index again"
                     )
                 entries.setdefault(name, []).append(tensor[:tokens])
             segments.append(torch.full((tokens,), place + 1, dtype=torch.int64))

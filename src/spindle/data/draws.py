@@ -7,8 +7,10 @@ in every epoch. Nothing depends on ranks.
 from __future__ import annotations
 
 import hashlib
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from types import CodeType
 
 import numpy as np
 
@@ -25,9 +27,11 @@ class Mix:
     weights: Mapping[str, Weight]
 
     def at(self, step: int) -> dict[str, float]:
-        """The weights of a step."""
-        weights = {name: float(weight(step) if callable(weight) else weight) for name, weight in self.weights.items()}
-        if min(weights.values()) < 0 or sum(weights.values()) <= 0:
+        """The weights of a step, in the order of their names, so that a draw does not depend on that of a dict."""
+        weights = {
+            name: float(weight(step) if callable(weight) else weight) for name, weight in sorted(self.weights.items())
+        }
+        if not 0 < sum(weights.values()) < math.inf or min(weights.values()) < 0:
             raise InputError(
                 f"balanced(mix=...): step {step} needs a weight above 0 and none below, got "
                 + ", ".join(f"{name} {weight:g}" for name, weight in weights.items())
@@ -36,18 +40,25 @@ class Mix:
 
     @property
     def text(self) -> str:
-        """The mix as far as it can be compared: functions by their code."""
-        parts = []
-        for name, weight in sorted(self.weights.items()):
-            code = getattr(weight, "__code__", None)
-            parts.append(f"{name}={weight:g}" if not callable(weight) else f"{name}={_code_text(code)}")
-        return ", ".join(parts)
+        """The mix as far as it can be compared: functions by their code and the numbers that they hold."""
+        return ", ".join(f"{name}={_text(weight)}" for name, weight in sorted(self.weights.items()))
 
 
-def _code_text(code: object) -> str:
+def _text(value: object) -> str:
+    """The same text in every process, of what a weight is made of; an object's address is not."""
+    if isinstance(value, CodeType):
+        return f"{value.co_code.hex()} {_text(value.co_consts)} {value.co_names}"
+    if isinstance(value, tuple):
+        return f"({', '.join(map(_text, value))})"
+    if isinstance(value, frozenset):
+        return f"{{{', '.join(sorted(map(_text, value)))}}}"
+    if isinstance(value, int | float | str | bytes | None):
+        return f"{value:.17g}" if isinstance(value, float) else repr(value)
+    code = getattr(value, "__code__", None)
     if code is None:
-        return "a callable"
-    return f"{code.co_code.hex()} {code.co_consts} {code.co_names}"  # type: ignore[attr-defined]
+        return "a callable" if callable(value) else type(value).__name__
+    cells = tuple(cell.cell_contents for cell in getattr(value, "__closure__", None) or ())
+    return " ".join(map(_text, (code, getattr(value, "__defaults__", None) or (), cells)))
 
 
 def source_of(weights: Mapping[str, float], seed: int, number: int) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from operator import index as index_of
 from pathlib import Path
 from typing import Any
 
@@ -64,8 +65,17 @@ def length_index(lengths: Any, dataset: Any, where: str) -> LengthIndex:
 
 
 def _from_entries(entries: Iterable[Any], where: str) -> LengthIndex:
-    pairs = [(entry, ()) if isinstance(entry, int) else (entry[0], tuple(entry[1])) for entry in entries]
-    return _index([int(tokens) for tokens, _ in pairs], [items for _, items in pairs], where)
+    pairs: list[tuple[int, tuple[int, ...]]] = []
+    for entry in entries:
+        try:
+            tokens, items = entry if isinstance(entry, tuple | list) else (entry, ())
+            pairs.append((index_of(tokens), tuple(map(index_of, items))))
+        except (TypeError, ValueError) as error:
+            raise InputError(
+                f"{where}: the lengths of sample {len(pairs)} are {entry!r}; expected its tokens, such as 812, or its "
+                "tokens and the lengths of its items, such as (812, [256, 1024])"
+            ) from error
+    return _index([tokens for tokens, _ in pairs], [items for _, items in pairs], where)
 
 
 def _index(tokens: Sequence[int], items: Sequence[Sequence[int]], where: str) -> LengthIndex:
@@ -87,7 +97,11 @@ def _from_file(path: Path) -> LengthIndex:
             from pyarrow import parquet
         except ImportError as error:
             raise InputError(f"{path}: reading Parquet needs pyarrow (pip install pyarrow); or write JSONL") from error
-        columns = parquet.read_table(path).to_pydict()
+        try:
+            columns = parquet.read_table(path).to_pydict()
+        except (OSError, ValueError) as error:  # pyarrow's own are ValueErrors
+            reason = f"{type(error).__name__}: {str(error).splitlines()[0]}"
+            raise InputError(f"{path}: cannot be read as Parquet ({reason})") from error
         if "tokens" not in columns:
             raise InputError(f"{path}: expected a column 'tokens', and 'items' with lists, got {', '.join(columns)}")
         items = columns.get("items") or [()] * len(columns["tokens"])

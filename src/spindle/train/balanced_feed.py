@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from spindle.data import Balanced, Microbatch
+from spindle.data import Balanced, Microbatch, State
 from spindle.errors import TrainingError
 from spindle.run import digest, signature_of
 from spindle.train.feed import Batch, Feed, LoaderPosition
@@ -53,23 +53,20 @@ class BalancedFeed(Feed):
 
     def at(self, number: int) -> Batch:
         self._given = number + 1
-        step = number // self._num_microbatches
-        microbatch = self._microbatch(number)
-        self._data.state = self._after[step + 1]
-        return self._announced(microbatch)
+        return self._announced(self._microbatch(number))
 
-    def rewind(self, number: int) -> None:
-        """Batches from this number on were read and will not be trained on."""
-        step = number // self._num_microbatches
-        if step in self._after:
-            self._data.state = self._after[step]
+    def note_trained(self, number: int) -> None:
+        self._data.state = self._state_at(number)
 
     def position(self, number: int) -> LoaderPosition:
-        step = number // self._num_microbatches
-        if step:
-            self._microbatch(number - 1)
-        state = self._data.dict_of(self._after[step])
+        state = self._data.dict_of(self._state_at(number))
         return LoaderPosition(random_state=self._state, loader_state={"num_workers": 0, "state": state})
+
+    def _state_at(self, number: int) -> State:
+        """The state before the batch of this number, with which a step begins."""
+        if number:
+            self._microbatch(number - 1)  # a rank that does not read the task may not have come this far
+        return self._after[number // self._num_microbatches]
 
     def _microbatch(self, number: int) -> Microbatch:
         step, place = divmod(number, self._num_microbatches)
@@ -78,8 +75,9 @@ class BalancedFeed(Feed):
             self._steps[last], self._after[last + 1] = self._data.step_after(
                 self._after[last], self._num_microbatches, self.definition.batch_size
             )
-            for old in [known for known in self._steps if known < last - _MOST_STEPS]:
-                del self._steps[old]
+            for old in [known for known in self._after if known < last - _MOST_STEPS]:
+                del self._after[old]
+                self._steps.pop(old, None)
         return self._steps[step][place]
 
     def _whole(self, microbatch: Microbatch) -> Batch:

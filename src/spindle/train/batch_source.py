@@ -95,9 +95,12 @@ class BatchSource:
     def leave_out_read_ahead(self) -> None:
         """Forget the batches that were read for a step that will not run: the next fit starts with them."""
         self.num_asked = self.num_trained
-        for name, number in self.num_asked.items():
-            self.feeds[name].rewind(number)
         self._num_read_ahead = {}
+
+    def note_trained(self) -> None:
+        """The step whose batches were read last but for those read ahead is done."""
+        for name, number in self.num_trained.items():
+            self.feeds[name].note_trained(number)
 
     def _reads(self, task: str) -> bool:
         """Whether this rank needs batches of any variant of a task."""

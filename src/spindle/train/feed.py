@@ -175,8 +175,8 @@ class Feed:
             self._kept.append(self._read())
         return self._kept[number]
 
-    def rewind(self, number: int) -> None:
-        """Batches from this number on were read and will not be trained on."""
+    def note_trained(self, number: int) -> None:
+        """So many batches are trained on, by all ranks together."""
 
     def close(self) -> None:
         """Stop reading ahead."""

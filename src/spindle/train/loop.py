@@ -138,6 +138,7 @@ class Loop:
                 self._source.end_reading()
             with profiled_step(self._config, world, step):
                 runs = self._step(step, headers, current)
+            self._source.note_trained()
             reports.launched(step, headers, runs)
             trained = [header for row in headers for header in row.values()]
             num_samples = sum(header.num_rows for header in trained)
