@@ -184,6 +184,14 @@ def test_machines_that_cannot_be_are_refused_before_a_store_is_made(tmp_path, ca
         assert not store.exists()
 
 
+@pytest.mark.parametrize("option", [("--fake", "a100x8"), ("--policy", "price"), ("--interval", "7")])
+def test_a_fleet_that_exists_is_not_described_again(option, store, capsys):
+    assert run(["fleet", "up", "--store", str(store.path), *option]) == 2
+    text = capsys.readouterr().err
+    assert "this fleet exists" in text
+    assert f"leave {option[0]} out" in text
+
+
 def test_the_clock_of_a_fleet_never_goes_back(monkeypatch):
     monkeypatch.setattr("time.time", lambda: 1000.0)
     clock = FleetClock(origin_unix_s=900.0, last_s=250.0)  # the system's clock was set back since
