@@ -14,6 +14,7 @@ from spindle.fleet import Draining, SchedulerOptions
 from spindle.fleet.engine import ENDED, PENDING, AttemptReport, NodeStatus
 from spindle.fleet.live import LiveFleet
 from spindle.fleet.ray_engine import RayEngine, _RayAttempt
+from spindle.fleet.ray_nodes import start_local_ray
 from spindle.fleet.store import Store, Submission
 
 PROGRAM = Submission(command=("program",), is_script=False, folder="/", logs="/logs", environment={})
@@ -140,3 +141,23 @@ def test_an_agents_error_is_told_without_rays_traceback():
     engine._create, attempt = create, _RayAttempt(start=None)
     engine._bring_up(("a", 1), attempt)
     assert attempt.reason == "could not be started: rank 0 cannot be started (no such file)"
+
+
+def test_a_ray_that_is_started_anew_knows_nothing_of_the_one_before(monkeypatch):
+    pytest.importorskip("ray", reason="live fleets need Ray: pip install 'spindle-train[fleet]'")
+    given = []
+
+    class Head:
+        gcs_address = "127.0.0.1:1"
+
+        def __init__(self, parameters, **_):
+            given.append(dict(parameters._system_config))
+            parameters._system_config["object_spilling_config"] = "a folder of this session"  # as Ray does
+
+        def get_session_dir_path(self):
+            return "session"
+
+    monkeypatch.setattr("ray._private.node.Node", Head)
+    start_local_ray(())
+    start_local_ray(())
+    assert given[0] == given[1]

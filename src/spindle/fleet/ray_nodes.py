@@ -90,7 +90,7 @@ def start_local_ray(nodes: Iterable[LocalNode]) -> LocalRay:
             include_dashboard=False,
             min_worker_port=0,
             max_worker_port=0,
-            _system_config=_HEALTH,
+            _system_config=dict(_HEALTH),  # to which Ray adds folders of this session
         ),
         head=True,
         shutdown_at_exit=False,
