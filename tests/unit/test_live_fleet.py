@@ -157,6 +157,7 @@ def test_a_ray_that_is_started_anew_knows_nothing_of_the_one_before(monkeypatch)
         def get_session_dir_path(self):
             return "session"
 
+    monkeypatch.setattr("spindle.fleet.ray_nodes.import_ray", lambda *, is_local: None)  # which sets variables
     monkeypatch.setattr("ray._private.node.Node", Head)
     start_local_ray(())
     start_local_ray(())
