@@ -221,10 +221,6 @@ class RayEngine:
                 logging.getLogger("spindle").warning(self._checked[identity])
         return not self._checked[identity]
 
-    def problems(self) -> list[str]:
-        """What is wrong with nodes that were not accepted."""
-        return [problem for problem in self._checked.values() if problem]
-
     # Attempts.
 
     def adopt(self) -> Sequence[Key]:
@@ -459,8 +455,7 @@ class RayEngine:
 
 
 def node_name(node: Mapping[str, Any]) -> str:
-    """What a node is called, from what Ray says of it: our label, or the name that it was started with; several nodes
-    of one host have only their ids."""
+    """What a node is called, from what Ray says of it: our label, or the beginning of its id."""
     name: str = (node.get("Labels") or {}).get(NODE_LABEL) or node["NodeID"][:12]
     return name
 
