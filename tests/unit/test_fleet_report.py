@@ -11,8 +11,20 @@ import fleets
 from spindle.artifact import write_artifact
 from spindle.cli.main import run
 from spindle.errors import InputError
-from spindle.fleet import Injection, Job, SchedulerOptions, StepTime, Trace, TraceJob, simulate_fleet
-from spindle.fleet.event_log import log_lines, read_event_log
+from spindle.fleet import (
+    Injection,
+    Job,
+    SchedulerOptions,
+    State,
+    StepTime,
+    Ticked,
+    Trace,
+    TraceJob,
+    schedule,
+    simulate_fleet,
+)
+from spindle.fleet.event_log import EventLog, action_line, log_lines, read_event_log
+from spindle.fleet.events import Resumed, Suspended
 from spindle.fleet.history import timeline_of_log
 from spindle.fleet.store import Store
 from spindle.report import FleetReport, fleet_page_data
@@ -76,6 +88,26 @@ def test_a_store_is_shown_while_its_jobs_still_run(tmp_path):
     assert {job.phase for job in timeline.jobs} >= {"running"}
     assert timeline.end_s == entries[-1][0].time_s
     assert "fleet.sqlite on test" in page.read_text(encoding="utf-8")
+
+
+def test_a_job_that_a_user_has_stopped_does_not_wait():
+    state, entries = State(fleet=MACHINES, options=SchedulerOptions()), []
+    for event in (
+        fleets.submitted("a", {(MACHINES.kinds[0].name, 1): 1.0}),
+        Ticked(time_s=0.0),
+        Suspended(time_s=100.0, job="a"),
+        Ticked(time_s=130.0),
+        Resumed(time_s=400.0, job="a"),
+        Ticked(time_s=430.0),
+        Suspended(time_s=500.0, job="a"),
+        Ticked(time_s=600.0),
+    ):
+        state, actions = schedule(state, event)
+        entries.append((event, tuple(map(action_line, actions))))
+    timeline = timeline_of_log(EventLog(fleet=MACHINES, options=state.options, entries=tuple(entries)), "fleet")
+    assert [(wait.start_s, wait.end_s) for wait in timeline.waits] == [(400.0, 430.0)]
+    assert timeline.jobs[0].longest_wait_s == 30.0
+    assert {entry.num_waiting for entry in timeline.rounds} == {0}
 
 
 def test_a_store_without_jobs_has_nothing_to_show(tmp_path, capsys):

@@ -53,6 +53,37 @@ def test_recorded_events_are_replayed_byte_for_byte(store, capsys):
     assert capsys.readouterr().out.startswith("the same: 3 events, 2 actions")
 
 
+def test_a_reader_beside_the_scheduler_sees_every_event_with_its_actions(store, monkeypatch):
+    filled(store)
+    event = submitted("c", {("big", 4): 1.0}, 3.0)
+    action = Plan(job="c", cell=Cell(kind="big", num_devices=4))
+
+    class Slow:
+        """A connection between whose queries the scheduler appends an event."""
+
+        def __init__(self, connection: sqlite3.Connection) -> None:
+            self._connection, self._num_queries = connection, 0
+
+        def execute(self, *arguments: object) -> list[tuple]:
+            rows = self._connection.execute(*arguments)
+            self._num_queries += 1
+            if self._num_queries == 1:
+                rows = Rows(rows.fetchall())
+                store.append(event, (action,))
+            return rows
+
+    class Rows(list):
+        def fetchall(self) -> list[tuple]:
+            return self
+
+    with Store.open(store.path) as reader, monkeypatch.context() as patch:
+        patch.setattr(reader, "_connection", Slow(reader._connection))
+        seen = reader.entries()
+    written = store.entries()
+    assert seen == written[: len(seen)]
+    assert len(written) == 4
+
+
 def test_an_event_with_its_actions_is_written_as_a_whole_or_not_at_all(store):
     event = submitted("a", {("big", 4): 1.0})
     plan = StoredPlan(cell=Cell(kind="big", num_devices=4), plan="{}", profile="{}")
@@ -151,6 +182,14 @@ def test_machines_that_cannot_be_are_refused_before_a_store_is_made(tmp_path, ca
         assert words in text
         assert "Traceback" not in text
         assert not store.exists()
+
+
+@pytest.mark.parametrize("option", [("--fake", "a100x8"), ("--policy", "price"), ("--interval", "7")])
+def test_a_fleet_that_exists_is_not_described_again(option, store, capsys):
+    assert run(["fleet", "up", "--store", str(store.path), *option]) == 2
+    text = capsys.readouterr().err
+    assert "this fleet exists" in text
+    assert f"leave {option[0]} out" in text
 
 
 def test_the_clock_of_a_fleet_never_goes_back(monkeypatch):

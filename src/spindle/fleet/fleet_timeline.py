@@ -150,17 +150,21 @@ def node_records(fleet: Fleet) -> tuple[NodeRecord, ...]:
 
 
 def waits_of(
-    jobs: Iterable[JobRecord], spans: Iterable[JobSpan], reasons: Mapping[tuple[str, float], str]
+    jobs: Iterable[JobRecord],
+    spans: Iterable[JobSpan],
+    reasons: Mapping[tuple[str, float], str],
+    pauses: Iterable[tuple[str, float, float]] = (),
 ) -> tuple[Wait, ...]:
-    """The times without devices of every job, from arrival to its end; `reasons` by job and beginning."""
+    """The times without devices of every job, from arrival to its end; `reasons` by job and beginning. In a pause (job,
+    start, end) a user has stopped it, so it does not wait."""
     begins = {job.name: job.arrival_s for job in jobs}
     waits = []
-    for span in sorted(spans, key=lambda span: span.start_s):
-        since_s = begins[span.job]
-        if span.start_s > since_s:
-            reason = reasons.get((span.job, since_s), "")
-            waits.append(Wait(job=span.job, start_s=since_s, end_s=span.start_s, reason=reason))
-        begins[span.job] = span.end_s
+    others = (*((span.job, span.start_s, span.end_s) for span in spans), *pauses)
+    for name, start_s, end_s in sorted(others, key=lambda other: other[1]):
+        since_s = begins[name]
+        if start_s > since_s:
+            waits.append(Wait(job=name, start_s=since_s, end_s=start_s, reason=reasons.get((name, since_s), "")))
+        begins[name] = end_s
     for job in jobs:
         since_s = begins[job.name]
         if job.completion_s > since_s:

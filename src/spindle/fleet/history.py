@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from spindle.fleet.event_log import EventLog
-from spindle.fleet.events import Event, NodeJoined, NodeLost, Progressed, Started, Ticked
+from spindle.fleet.events import Event, NodeJoined, NodeLost, Progressed, Resumed, Started, Suspended, Ticked
 from spindle.fleet.explain import WaitReasons
 from spindle.fleet.fleet_timeline import (
     Fault,
@@ -21,7 +21,7 @@ from spindle.fleet.fleet_timeline import (
     waits_of,
 )
 from spindle.fleet.scheduler import schedule
-from spindle.fleet.state import COMPLETED, FAILED, JobState, State
+from spindle.fleet.state import COMPLETED, FAILED, WAITING, JobState, State
 
 
 def timeline_of_log(log: EventLog, name: str) -> FleetTimeline:
@@ -41,6 +41,8 @@ class _History:
         self.faults: dict[str, Fault] = {}
         self.ended_faults: list[Fault] = []
         self.ended_s: dict[str, float] = {}
+        self.paused: dict[str, float] = {}  # jobs that a user has stopped, since when
+        self.pauses: list[tuple[str, float, float]] = []
         self.reasons = WaitReasons()
 
     def add(self, event: Event) -> None:
@@ -54,6 +56,10 @@ class _History:
                 self.open[event.job] = replace(self.open[event.job], ready_s=now_s)
             case Progressed() if self._is_open(event.job, event.attempt) and event.step_s:
                 self.open[event.job] = replace(self.open[event.job], step_s=event.step_s)
+            case Suspended():
+                self.paused.setdefault(event.job, now_s)
+            case Resumed() if event.job in self.paused:
+                self.pauses.append((event.job, self.paused.pop(event.job), now_s))
             case NodeLost() if event.node not in self.faults:
                 self.faults[event.node] = Fault(node=event.node, start_s=now_s, end_s=now_s)
             case NodeJoined() if event.node in self.faults:
@@ -116,7 +122,7 @@ class _History:
         self.rounds.append(
             RoundRecord(
                 time_s=now_s,
-                num_waiting=sum(job.allocation is None for job in self.state.jobs),
+                num_waiting=sum(job.phase == WAITING for job in self.state.jobs),
                 utility=report.utility,
                 bound=report.bound,
                 prices=tuple(price.value for price in report.prices),
@@ -132,7 +138,8 @@ class _History:
         spans = tuple(sorted(self.spans, key=lambda span: (span.start_s, span.job)))
         known = sorted((*state.jobs, *state.ended), key=lambda job: job.arrival_s)
         jobs = tuple(self._record(job) for job in known)
-        waits = waits_of(jobs, spans, self.reasons.reasons)
+        pauses = [*self.pauses, *((job, start_s, end_s) for job, start_s in self.paused.items())]
+        waits = waits_of(jobs, spans, self.reasons.reasons, pauses)
         longest: dict[str, float] = {}
         for wait in waits:
             longest[wait.job] = max(longest.get(wait.job, 0.0), wait.end_s - wait.start_s)

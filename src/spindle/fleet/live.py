@@ -519,11 +519,12 @@ class LiveFleet:
         self._confirm(attempt.stop_action)
 
     def _write_progress(self) -> None:
-        if time.monotonic() >= self._next_write_s and self._attempts:
+        if time.monotonic() >= self._next_write_s:
             self._next_write_s = time.monotonic() + _WRITE_S
             for attempt in self._attempts.values():
                 attempt.record = replace(attempt.record, saved_step=self._saved_step(attempt))
-            self.store.write_attempts([attempt.record for attempt in self._attempts.values()])
+            if self._attempts:
+                self.store.write_attempts([attempt.record for attempt in self._attempts.values()])
             waits = {job: each.waits_for for (job, _), each in self._attempts.items() if each.waits_for}
             self.store.set_waits(waits)
 
@@ -642,8 +643,9 @@ class LiveFleet:
                 if body.get("ends"):
                     self._tell(NodeJoined(time_s=now_s, node=node), answers=answers)
                 else:
-                    self._drain(node, float(body.get("within_s") or _DRAIN_S), answers)
+                    self._drain(node, float(body.get("within_s", _DRAIN_S)), answers)
             case "down":
+                self.grace_s = float(body.get("grace_s", self.grace_s))
                 self._down_command = command.number
             case name:
                 self.store.answer_command(command.number, f"error: unknown command {name!r}")
@@ -681,8 +683,9 @@ class LiveFleet:
             if name not in self.state.unavailable:
                 self._node_lost(name)
         self._write_executed()
-        if self._down_command is not None:
-            self.store.answer_command(self._down_command, "ok")
+        for command in self.store.pending():  # also one that a scheduler before has not answered
+            if command.body.get("command") == "down":
+                self.store.answer_command(command.number, "ok")
         self.is_down = True
 
 

@@ -108,7 +108,6 @@ def create_fleet(
     fake: str = "",
     address: str = "",
     fleet: str = "",
-    slurm: dict[str, Any] | None = None,
 ) -> Store:
     """A new store, with what is needed to make its engine."""
     if engine not in (RAY, SLURM):
@@ -135,7 +134,7 @@ def create_fleet(
         import_ray(is_local=True)  # before a store is made
     store = Store.create(path, machines, options)
     store.set_meta("id", secrets.token_hex(4))
-    store.set_meta("engine", json.dumps({"engine": engine, "address": address, **(slurm or {})}))
+    store.set_meta("engine", json.dumps({"engine": engine, "address": address}))
     return store
 
 
@@ -145,7 +144,7 @@ def open_engine(store: Store) -> Engine:
     if settings.get("engine") == SLURM:
         from spindle.fleet.slurm_engine import SlurmEngine
 
-        return SlurmEngine(fleet_id, store.fleet, folder=Path(f"{store.path.absolute()}.d"), settings=settings)
+        return SlurmEngine(fleet_id, store.fleet, folder=Path(f"{store.path.absolute()}.d"))
     from spindle.fleet.ray_engine import RayEngine
     from spindle.fleet.ray_nodes import LocalNode, LocalRay, end_local_ray, import_ray, is_listening, start_local_ray
 

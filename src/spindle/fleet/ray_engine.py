@@ -23,7 +23,7 @@ from typing import Any
 
 from spindle import __version__
 from spindle.cluster import Island
-from spindle.errors import InputError
+from spindle.errors import InputError, SpindleError
 from spindle.fleet.engine import (
     ENDED,
     LOST,
@@ -98,6 +98,7 @@ class _RayAttempt:
     phase: str = PENDING
     reason: str = ""
     is_cancelled: bool = False
+    is_discarded: bool = False  # what its thread still creates is freed by that
     is_stopped: bool = False  # without ever running
     reports: list[PartReport] = field(default_factory=list)
     calls: dict[int, Any] = field(default_factory=dict)  # reports that were asked for, by number of agent
@@ -185,6 +186,8 @@ class RayEngine:
             return True
         if time.monotonic() - self._answered_s > _HEAD_LOST_S:
             self._lost_s = time.monotonic()
+            for attempt in self._attempts.values():
+                attempt.is_cancelled = attempt.is_discarded = True
             self._attempts.clear()  # no call would return
             raise EngineLostError(
                 f"Ray's head at {self.address} has not answered for {_HEAD_LOST_S:.0f} s; agents save checkpoints, and "
@@ -217,10 +220,6 @@ class RayEngine:
             if self._checked[identity]:
                 logging.getLogger("spindle").warning(self._checked[identity])
         return not self._checked[identity]
-
-    def problems(self) -> list[str]:
-        """What is wrong with nodes that were not accepted."""
-        return [problem for problem in self._checked.values() if problem]
 
     # Attempts.
 
@@ -262,8 +261,12 @@ class RayEngine:
         try:
             self._create(key, attempt)
         except Exception as error:  # a node that dies meanwhile raises any of Ray's errors
-            attempt.reason, attempt.phase = f"could not be started: {error}", LOST
-        if attempt.is_cancelled and attempt.phase == RUNNING:
+            cause = getattr(error, "cause", None)  # of an agent; Ray's own text is a traceback
+            attempt.reason = f"could not be started: {cause if isinstance(cause, SpindleError) else error}"
+            attempt.phase = LOST
+        if attempt.is_discarded:
+            self._free(attempt)
+        elif attempt.is_cancelled and attempt.phase == RUNNING:
             for agent in attempt.agents:
                 agent.stop.remote(0.0)
 
@@ -342,7 +345,10 @@ class RayEngine:
         attempt = self._attempts.pop(key, None)
         if attempt is None:
             return
-        attempt.is_cancelled = True
+        attempt.is_cancelled = attempt.is_discarded = True
+        self._free(attempt)
+
+    def _free(self, attempt: _RayAttempt) -> None:
         for agent in attempt.agents:
             with suppress(Exception):
                 self._ray.kill(agent)
@@ -449,8 +455,7 @@ class RayEngine:
 
 
 def node_name(node: Mapping[str, Any]) -> str:
-    """What a node is called, from what Ray says of it: our label, or the name that it was started with; several nodes
-    of one host have only their ids."""
+    """What a node is called, from what Ray says of it: our label, or the beginning of its id."""
     name: str = (node.get("Labels") or {}).get(NODE_LABEL) or node["NodeID"][:12]
     return name
 

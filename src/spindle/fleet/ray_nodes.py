@@ -58,6 +58,7 @@ def import_ray(*, is_local: bool) -> Any:
     """Ray, or one sentence that says how to install it."""
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     os.environ.setdefault("RAY_DEDUP_LOGS", "0")
+    os.environ["RAY_ENABLE_AUTO_CONNECT"] = "0"  # a call after a lost head must not start another Ray
     os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
     if is_local:
         # Read when Ray is imported: otherwise it replaces loopback by this machine's address on the network, and its
@@ -89,7 +90,7 @@ def start_local_ray(nodes: Iterable[LocalNode]) -> LocalRay:
             include_dashboard=False,
             min_worker_port=0,
             max_worker_port=0,
-            _system_config=_HEALTH,
+            _system_config=dict(_HEALTH),  # to which Ray adds folders of this session
         ),
         head=True,
         shutdown_at_exit=False,

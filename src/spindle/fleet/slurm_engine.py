@@ -152,7 +152,7 @@ class _SlurmAttempt:
 class SlurmEngine:
     """Submits, signals and watches Slurm jobs."""
 
-    def __init__(self, fleet_id: str, fleet: Fleet, *, folder: Path, settings: Mapping[str, Any]) -> None:
+    def __init__(self, fleet_id: str, fleet: Fleet, *, folder: Path) -> None:
         self._prefix, self._fleet, self._folder = f"spindle/{fleet_id}/", fleet, folder / "slurm"
         self._attempts: dict[Key, _SlurmAttempt] = {}
         self._nodes: dict[str, NodeStatus] = {}

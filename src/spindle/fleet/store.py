@@ -282,12 +282,13 @@ class Store:
     def entries(self, *, after: int = 0) -> list[tuple[Event, tuple[str, ...]]]:
         """Every event after that of a number, with the text of its actions."""
         with _errors(self.path):
+            # Events first: a scheduler may append one between the two, and actions without an event are left out.
+            query = "SELECT number, body FROM events WHERE number > ? ORDER BY number"
+            rows = self._connection.execute(query, (after,)).fetchall()
             texts: dict[int, list[str]] = {}
             query = "SELECT event, body FROM actions WHERE event > ? ORDER BY number"
             for event, body in self._connection.execute(query, (after,)):
                 texts.setdefault(event, []).append(body)
-            query = "SELECT number, body FROM events WHERE number > ? ORDER BY number"
-            rows = self._connection.execute(query, (after,)).fetchall()
         return [
             (event_from_json(json.loads(body), f"{self.path}: event {number}"), tuple(texts.get(number, ())))
             for number, body in rows

@@ -63,7 +63,6 @@ class NodePart:
     port: int = 0
     plan: str = ""
     profile: str = ""
-    devices: tuple[str, ...] = ()
     grace_s: float = 30.0
 
 
@@ -163,8 +162,6 @@ class Agent:
             variables.ATTEMPT: str(part.attempt),
             variables.RECORD_S: _RECORD_S,
         }
-        if part.devices:
-            common["CUDA_VISIBLE_DEVICES"] = ",".join(part.devices)
         if part.plan:
             for variable, text in ((variables.PLAN, part.plan), (variables.PLAN_PROFILE, part.profile)):
                 path = private / f"{variable.lower()}.json"

@@ -32,7 +32,7 @@ def down(
 
     with Store.open(store) as opened:
         if opened.has_scheduler():
-            if not request(opened, {"command": "down"}, limit_s=grace + 120):
+            if not request(opened, {"command": "down", "grace_s": grace}, limit_s=grace + 120):
                 raise FleetError(f"{store}: its scheduler does not answer; end it (Ctrl-C), and run this again")
             while opened.has_scheduler():  # it ends the machines
                 time.sleep(0.05)

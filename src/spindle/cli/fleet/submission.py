@@ -87,7 +87,9 @@ def prepare(store: Store, job: Job, command: list[str], times: list[str], logs: 
     from spindle.fleet.event_log import latest_state
 
     state = latest_state(store)
-    if any(known.name == job.name for known in (*state.jobs, *state.ended)):
+    waiting = [command.body for command in store.pending() if command.body.get("command") == "submit"]
+    known = {*(each.name for each in (*state.jobs, *state.ended)), *(body["job"]["name"] for body in waiting)}
+    if job.name in known:
         raise InputError(f"a job called {job.name!r} was submitted before; give this one another --name")
     if times:
         estimates = tuple(_given_time(text, store.fleet, job) for text in times)

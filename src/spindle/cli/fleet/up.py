@@ -8,8 +8,16 @@ import typer
 
 from spindle.cli.fleet.options import STORE, Objective, PolicyName, ReallocS, StoreFile
 
+_OF_STORE = ("fake", "address", "fleet", "engine", "policy", "objective", "reallocation", "interval")
+
+
+def _is_given(context: typer.Context, name: str) -> bool:
+    source = context.get_parameter_source(name)
+    return source is not None and source.name == "COMMANDLINE"
+
 
 def up(
+    context: typer.Context,
     store: StoreFile = STORE,
     fake: Annotated[
         str,
@@ -73,10 +81,10 @@ def up(
             print(f"{time.strftime('%H:%M:%S')} {text}", flush=True)
 
     if store.exists():
-        if fake or address or fleet:
+        if given := [f"--{name}" for name in _OF_STORE if _is_given(context, name)]:
             raise InputError(
-                f"{store}: this fleet exists, with its machines; leave --fake, --address and --fleet out, or give "
-                "another --store"
+                f"{store}: this fleet exists, and its store remembers how it was made; leave {', '.join(given)} out, "
+                "or give another --store"
             )
         opened = Store.open(store)
     else:

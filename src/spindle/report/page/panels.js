@@ -111,7 +111,7 @@ const MOST_DEVICES = 64;  // that have a line in the table of sums
 function showSums(report, shown, range) {
   byId("sums-range").textContent = range
     ? `From ${timeText(range[0])} to ${timeText(range[1])}, ${timeText(range[1] - range[0])} of each device. Escape in the timeline leaves the range.`
-    : shown[0].fleet ? "Device time from the first arrival to the end." : "The whole step. Transfers and synchronisation count where they are exposed: while the device does not compute.";
+    : shown[0].fleet ? "Device time from the start of the clock to the end." : "The whole step. Transfers and synchronisation count where they are exposed: while the device does not compute.";
   /** @type {(string | Node)[][]} */
   const rows = [];
   for (const spans of shown) {

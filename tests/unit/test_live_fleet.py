@@ -1,0 +1,164 @@
+"""The loop of a live fleet, with an engine that does nothing: what it asks for, and what users are told."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+
+from fleets import fleet, submitted
+from spindle.artifact import to_json
+from spindle.cli.main import run
+from spindle.errors import InputError
+from spindle.fleet import Draining, SchedulerOptions
+from spindle.fleet.engine import ENDED, PENDING, AttemptReport, NodeStatus
+from spindle.fleet.live import LiveFleet
+from spindle.fleet.ray_engine import RayEngine, _RayAttempt
+from spindle.fleet.ray_nodes import start_local_ray
+from spindle.fleet.store import Store, Submission
+
+PROGRAM = Submission(command=("program",), is_script=False, folder="/", logs="/logs", environment={})
+
+
+class IdleEngine:
+    """Nodes that are there, and attempts that wait until they are told to stop."""
+
+    def __init__(self, store: Store) -> None:
+        self._names, self.waiting, self.grace_s = store.fleet.node_names, {}, None
+
+    def nodes(self):
+        return {name: NodeStatus(identity=name) for name in self._names}
+
+    def adopt(self):
+        return ()
+
+    def start(self, start):
+        self.waiting[start.job, start.attempt] = PENDING
+
+    def stop(self, key, grace_s):
+        self.waiting[key], self.grace_s = ENDED, grace_s
+
+    def discard(self, key):
+        del self.waiting[key]
+
+    def poll(self):
+        return [
+            AttemptReport(job=job, attempt=attempt, phase=phase, reason="waits for devices")
+            for (job, attempt), phase in self.waiting.items()
+        ]
+
+
+@pytest.fixture
+def store(tmp_path):
+    with Store.create(tmp_path / "fleet.db", fleet({"big": [4]}), SchedulerOptions(min_interval_s=0.1)) as store:
+        yield store
+
+
+def submit(store: Store, name: str) -> None:
+    event = submitted(name, {("big", 4): 1.0})
+    body = {"job": to_json(event.job), "estimates": to_json(event.estimates), "submission": to_json(PROGRAM)}
+    store.request({"command": "submit", **body})
+
+
+def live_fleet(store: Store, monkeypatch) -> tuple[LiveFleet, IdleEngine]:
+    monkeypatch.setattr("spindle.fleet.live._WRITE_S", 0.0)
+    engine = IdleEngine(store)
+    live = LiveFleet(store=store, engine=engine, grace_s=9.0, notify=lambda _: None)
+    live.recover()
+    return live, engine
+
+
+def test_a_stopped_job_no_longer_says_what_it_waits_for(store, monkeypatch):
+    live, engine = live_fleet(store, monkeypatch)
+    submit(store, "a")
+    for _ in range(3):
+        live.step()
+    assert store.waits() == {"a": "waits for devices"}
+    store.request({"command": "stop", "job": "a"})
+    for _ in range(3):
+        live.step()
+    assert not engine.waiting
+    assert store.waits() == {}
+
+
+def test_a_fleet_goes_down_once_and_with_the_grace_that_was_asked_for(store, monkeypatch):
+    store.request({"command": "down", "grace_s": 5.0})  # of which no scheduler has heard
+    first, _ = live_fleet(store, monkeypatch)
+    first.go_down()
+    second, engine = live_fleet(store, monkeypatch)
+    submit(store, "a")
+    for _ in range(3):
+        second.step()
+    assert not second.is_down
+    store.request({"command": "down", "grace_s": 5.0})
+    second.step()
+    assert second.is_down
+    assert engine.grace_s == 5.0
+
+
+def test_a_node_is_drained_within_the_seconds_that_were_given(store, monkeypatch):
+    live, _ = live_fleet(store, monkeypatch)
+    store.request({"command": "drain", "node": "node0", "within_s": 0.0})
+    live.step()
+    (event,) = (event for event, _ in store.entries() if isinstance(event, Draining))
+    assert event.deadline_s == event.time_s
+
+
+def test_a_job_that_waits_for_its_scheduler_keeps_its_name(store, capsys):
+    command = ["fleet", "submit", "--store", str(store.path), "--name", "a", "--time", "big:4=1", "program"]
+    assert run(command) == 0
+    assert run(command) == 2
+    assert "a job called 'a' was submitted before" in capsys.readouterr().err
+    assert len(store.pending()) == 1
+
+
+@pytest.mark.parametrize("is_late", [False, True])
+def test_devices_of_a_discarded_attempt_are_freed_whenever_its_group_is_created(is_late):
+    removed = []
+    engine = object.__new__(RayEngine)
+    engine._ray = SimpleNamespace(util=SimpleNamespace(remove_placement_group=removed.append))
+    engine._attempts = {("a", 1): (attempt := _RayAttempt(start=None))}
+
+    def create(key, attempt):
+        if is_late:
+            engine.discard(key)
+        attempt.group = "group"
+
+    engine._create = create
+    engine._bring_up(("a", 1), attempt)
+    engine.discard(("a", 1))
+    assert removed == ["group"]
+
+
+def test_an_agents_error_is_told_without_rays_traceback():
+    class RayError(Exception):
+        cause = InputError("rank 0 cannot be started (no such file)")
+
+    def create(key, attempt):
+        raise RayError("ray::RayAgent.start()\n  File ...")
+
+    engine = object.__new__(RayEngine)
+    engine._create, attempt = create, _RayAttempt(start=None)
+    engine._bring_up(("a", 1), attempt)
+    assert attempt.reason == "could not be started: rank 0 cannot be started (no such file)"
+
+
+def test_a_ray_that_is_started_anew_knows_nothing_of_the_one_before(monkeypatch):
+    pytest.importorskip("ray", reason="live fleets need Ray: pip install 'spindle-train[fleet]'")
+    given = []
+
+    class Head:
+        gcs_address = "127.0.0.1:1"
+
+        def __init__(self, parameters, **_):
+            given.append(dict(parameters._system_config))
+            parameters._system_config["object_spilling_config"] = "a folder of this session"  # as Ray does
+
+        def get_session_dir_path(self):
+            return "session"
+
+    monkeypatch.setattr("spindle.fleet.ray_nodes.import_ray", lambda *, is_local: None)  # which sets variables
+    monkeypatch.setattr("ray._private.node.Node", Head)
+    start_local_ray(())
+    start_local_ray(())
+    assert given[0] == given[1]
