@@ -10,7 +10,7 @@ from fleets import fleet, submitted
 from spindle.artifact import to_json
 from spindle.cli.main import run
 from spindle.errors import InputError
-from spindle.fleet import Draining, SchedulerOptions
+from spindle.fleet import Draining, NodeJoined, SchedulerOptions
 from spindle.fleet.engine import ENDED, PENDING, AttemptReport, NodeStatus
 from spindle.fleet.live import LiveFleet
 from spindle.fleet.ray_engine import RayEngine, _RayAttempt
@@ -102,6 +102,22 @@ def test_a_node_is_drained_within_the_seconds_that_were_given(store, monkeypatch
     live.step()
     (event,) = (event for event, _ in store.entries() if isinstance(event, Draining))
     assert event.deadline_s == event.time_s
+
+
+def test_a_lost_node_is_not_used_again_when_its_drain_ends(store, monkeypatch):
+    monkeypatch.setattr("spindle.fleet.live._NODES_S", 0.0)
+    live, engine = live_fleet(store, monkeypatch)
+    store.request({"command": "drain", "node": "node0", "within_s": 0.0})
+    live.step()
+    names, engine._names = engine._names, ()
+    live.step()
+    number = store.request({"command": "drain", "node": "node0", "ends": True})
+    live.step()
+    assert store.answer(number) == "ok"
+    assert not any(isinstance(event, NodeJoined) for event, _ in store.entries())
+    engine._names = names
+    live.step()
+    assert live.state.unavailable == ()
 
 
 def test_a_job_that_waits_for_its_scheduler_keeps_its_name(store, capsys):

@@ -640,7 +640,9 @@ class LiveFleet:
                 self.state.fleet.node_number(node)
                 self._drained = self._drained - {node} if body.get("ends") else self._drained | {node}
                 self.store.set_meta("drained", json.dumps(sorted(self._drained)))
-                if body.get("ends"):
+                if body.get("ends") and node not in self._identities:  # lost: it joins when it is back
+                    self.store.answer_command(command.number, "ok")
+                elif body.get("ends"):
                     self._tell(NodeJoined(time_s=now_s, node=node), answers=answers)
                 else:
                     self._drain(node, float(body.get("within_s", _DRAIN_S)), answers)
