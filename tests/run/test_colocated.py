@@ -3,12 +3,16 @@ plain PyTorch loop in one process."""
 
 from __future__ import annotations
 
+from itertools import permutations
+
 import pytest
 
 torch = pytest.importorskip("torch")
 
+import internals  # noqa: E402
+import spindle  # noqa: E402
 from sweeps import RUNS_ALL  # noqa: E402
-from trainings import assert_trained, train  # noqa: E402
+from trainings import assert_trained, sgd, train  # noqa: E402
 from vlm import random_parts, vlm_training  # noqa: E402
 
 
@@ -70,3 +74,45 @@ def test_without_items_there_is_nothing_to_colocate(pool):
     assert_trained(pool.run(2, train_vlm, images="none"))
     with pytest.raises(AssertionError, match=r'planner="stage-0"\): places the modules that read items alone'):
         pool.run(2, train_vlm, plan="stage-0", images="none")
+
+
+class Appended(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layers = torch.nn.ModuleList(torch.nn.Linear(4, 4) for _ in range(4))
+
+    def forward(self, x):
+        for layer in self.layers:
+            x = layer(x).tanh()
+        return x
+
+
+def train_appended(rank, num_ranks):
+    """Images as further rows of a sequence, whose length therefore follows from them."""
+    torch.manual_seed(0)
+    vision = spindle.module("vision", torch.nn.Linear(4, 4))
+    language = spindle.module("language", Appended())
+
+    @spindle.task(batch_size=1, items={"patches": "lengths"})
+    def describe(batch):
+        images = vision(batch["patches"])
+        return language(torch.cat([batch["text"], images[None]], dim=1)).square().mean()
+
+    def batch(*lengths):
+        return {
+            "text": torch.ones(1, 3, 4),
+            "patches": torch.ones(sum(lengths), 4),
+            "lengths": torch.tensor(lengths),
+        }
+
+    batches = [batch(*lengths) for lengths in [*permutations((1, 2, 3)), (2, 4, 5), (1, 1, 1)]]
+    planning = spindle.Planning(planner="stage-0", profile=internals.guessed_profile)
+    trainer = spindle.Trainer([describe], optimizer=sgd, gradient_accumulation_steps=2, planning=planning)
+    result = trainer.fit({"describe": batches}, steps=4, progress=False)
+    return [losses["describe"] for losses in result.losses]
+
+
+def test_shapes_that_follow_from_rows_of_items_are_inferred_anew(pool):
+    (alone,) = pool.run(1, train_appended)
+    for losses in pool.run(2, train_appended):
+        assert losses == pytest.approx(alone, rel=1e-5)

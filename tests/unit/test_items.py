@@ -121,12 +121,13 @@ def task_of(items):
         ({"x": "n"}, {"x": 4}, r"needs an integer tensor 'n' with the rows of each item, got NoneType"),
         ({"x": "n"}, {"x": 5, "n": [2, 2]}, r"'n' adds up to 4, but 'x' has 5 rows"),
         ({"x": "n"}, {"x": 4, "n": [4, 0]}, r"item 1 has 0 rows of 'x'; leave items without rows out"),
+        ({"x": "n", "y": 1}, {"x": 4, "n": [2, 2], "y": 3}, r"'y' has 3 rows and the batch 2 items"),
+        ({"x": "n"}, {"x": "image", "n": [4]}, r"items=\{'x': 'n'\} needs a tensor with rows for each item, got a str"),
     ],
 )
 def test_items_of_a_batch_are_checked(items, batch, message):
-    made = {
-        name: torch.tensor(value) if isinstance(value, list) else torch.zeros(value) for name, value in batch.items()
-    }
+    make = {int: torch.zeros, list: torch.tensor, str: str}
+    made = {name: make[type(value)](value) for name, value in batch.items()}
     with pytest.raises(TrainingError, match=message):
         lengths_in(task_of(items), made)
     assert lengths_in(task_of(items), {"ids": torch.zeros(2)}) == {}

@@ -50,7 +50,8 @@ def loss_part(
             with peers("counting"):
                 dist.all_reduce(count, group=world.group("loss", slot.ranks))
         if num_tokens is not None:
-            if not count.is_cuda and float(count) != num_tokens:  # a GPU would have to be waited for
+            # A GPU has to be waited for, so there only while losses are checked.
+            if (not count.is_cuda or check_with is not None) and float(count) != num_tokens:
                 raise TrainingError(
                     f"task {slot.task!r}: tokens(batch) gives {num_tokens} for a batch whose spindle.mean counts "
                     f"{float(count):g}; batches of a step are weighed by their tokens, so let both count the same"

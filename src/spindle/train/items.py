@@ -93,7 +93,14 @@ def lengths_in(definition: TaskDefinition, batch: Any) -> dict[str, tuple[int, .
                 f"{where}: items={{{entry!r}: {rows!r}}} names an entry that a batch lacks; it has {there}: let "
                 f"batches without such items have {entry!r} as None, or correct the name"
             )
-        if not isinstance(rows, str) or batch[entry] is None:
+        if batch[entry] is None:
+            continue
+        if not isinstance(batch[entry], torch.Tensor) or batch[entry].dim() == 0:
+            raise TrainingError(
+                f"{where}: items={{{entry!r}: {rows!r}}} needs a tensor with rows for each item, got a "
+                f"{type(batch[entry]).__name__}"
+            )
+        if not isinstance(rows, str):
             continue
         if not isinstance(batch.get(rows), torch.Tensor):
             raise TrainingError(
@@ -111,6 +118,13 @@ def lengths_in(definition: TaskDefinition, batch: Any) -> dict[str, tuple[int, .
             raise TrainingError(
                 f"{where}: {rows!r} adds up to {sum(counts)}, but {entry!r} has {batch[entry].shape[0]} rows; let it "
                 "have the rows of each item, in order"
+            )
+    counted = {len(counts) for counts in lengths.values()}
+    for entry, rows in definition.items.items():
+        if counted and not isinstance(rows, str) and batch[entry] is not None and len(batch[entry]) not in counted:
+            raise TrainingError(
+                f"{where}: items={{{entry!r}: 1}} has a row for each item, but {entry!r} has {len(batch[entry])} rows "
+                f"and the batch {' or '.join(map(str, sorted(counted)))} items"
             )
     return lengths
 

@@ -175,6 +175,15 @@ def step_graph(
     return StepGraph(whole_profile, codes, variants, reached_by)
 
 
+@dataclass(frozen=True, slots=True)
+class _Alike:
+    """Batches in a row with the same shapes behind items of different rows: how many, and the rows of the last."""
+
+    count: int
+    cuts: Cuts
+    rows: tuple[int, Mapping[tuple[str, str], PytreeMeta]]
+
+
 def _ends_call(graph: MetaGraph, position: int) -> bool:
     """Whether an op has the last layers of its call."""
     op = graph.metaops[position]
@@ -220,8 +229,8 @@ class Microbatches:
         self._measured = {variant: self._sizes(variant, cuts) for variant, cuts in self._example_cuts.items()}
         self._batches: dict[tuple[str, int], BatchItems] = {}  # by variant and signature
         self._cuts: dict[tuple[str, int], Cuts] = {}
-        # By variant and signature of the entries without items: how many batches in a row had these shapes.
-        self._alike: dict[tuple[str, int], tuple[int, Cuts]] = {}
+        # By variant and signature of the entries without items.
+        self._alike: dict[tuple[str, int], _Alike] = {}
         self._scales: dict[tuple[str, int], dict[int, float]] = {}
         self.owning_ranks: dict[int, tuple[int, ...]] = {}
         self._planner: BackgroundPlanner | None = None
@@ -241,20 +250,24 @@ class Microbatches:
             return None
         self._batches[variant, signature] = batch
         rows_key = (variant, self._rows_signature(variant, batch))
-        alike = self._alike.get(rows_key, (0, {}))
-        if alike[0] >= _ENOUGH_ALIKE:
-            cuts = alike[1]
+        known = self._item_outputs(variant, variant, batch)
+        # Items of other lengths with as many rows in all say nothing of shapes that follow from these rows.
+        rows = signature_of(batch.nest), known
+        alike = self._alike.get(rows_key)
+        is_inferred = alike is None or (alike.count < _ENOUGH_ALIKE and alike.rows != rows)
+        if alike is not None and not is_inferred:
+            cuts = alike.cuts
         else:
-            known = self._item_outputs(variant, variant, batch)
             cuts = self.forms.of(self.profile.graph, self._code, {variant: batch.nest}, known)
             if self._has_parts:
-                self._alike[rows_key] = (alike[0] + 1 if cuts == alike[1] else 1, cuts)
+                count = alike.count if alike is not None and alike.cuts == cuts else 0
+                self._alike[rows_key] = _Alike(count + 1, cuts, rows)
         measured, sizes = self._measured[variant], self._sizes(variant, cuts)
         self._scales[variant, signature] = {
             op: size / measured[op] for op, size in sizes.items() if measured.get(op) and size
         }
         self._cuts[variant, signature] = cuts
-        return None if alike[0] >= _ENOUGH_ALIKE else cuts
+        return cuts if is_inferred else None
 
     def _rows_signature(self, variant: str, batch: BatchItems) -> int:
         """A signature of the entries of a batch that have no rows of items."""

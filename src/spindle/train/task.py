@@ -199,8 +199,8 @@ def result(loss: Any, **metrics: Any) -> TaskResult:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TaskDefinition:
     """A task's function with its batch size and weight; callable like the function. The weight may be a function of
-    the step; `tokens(batch)` counts what a batch has, for the rate that is shown. `items` are the entries of a batch
-    with rows for each item: as many as another entry says, or one."""
+    the step; `tokens(batch)` counts what a batch has, for the rate that is shown and to weigh the batches of a step.
+    `items` are the entries of a batch with rows for each item: as many as another entry says, or one."""
 
     name: str
     function: Callable[[Any], Any]
@@ -227,7 +227,8 @@ def task(
 
     The loss is computed over the whole batch unless it is a `spindle.mean`, or `per_sample_mean` says that it is the
     mean of a loss of each sample. `weight` is a number or a function of the step; `tokens(batch)` says how many tokens
-    a batch has, for the rate that is shown.
+    a batch has, for the rate that is shown. If the loss is a `spindle.mean`, `tokens(batch)` must be its count: with
+    `gradient_accumulation_steps`, the loss of a step is then the total of its batches over their count.
 
     `items` names entries of a batch that have rows for each item (an image, a clip) instead of each sample: as many as
     another entry says, or one. With `items={"patches": "lengths", "grid": 1}` item i has `lengths[i]` rows of
