@@ -213,7 +213,7 @@ def balanced(
         raise InputError(f"balanced(max_tokens={max_tokens}): must be at least 1")
     if too_long not in TOO_LONG:
         raise InputError(f"balanced(too_long={too_long!r}): expected one of {', '.join(TOO_LONG)}")
-    weights = dict.fromkeys(sources, 1.0) if mix is None else dict(mix)
+    weights: dict[str, Any] = dict.fromkeys(sources, 1.0) if mix is None else dict(mix)
     for name, weight in weights.items():
         if not callable(weight) and not isinstance(weight, Real):
             raise InputError(f"balanced(mix={{{name!r}: {weight!r}}}): expected a number, or a function of the step")
