@@ -177,6 +177,8 @@ def states_in_callbacks(rank, num_ranks):
         tasks, optimizer=sgd, gradient_accumulation_steps=2, planning=planning, callbacks=[states]
     )
     trainer.fit(data, steps=4, progress=False)
+    with pytest.raises(spindle.errors.TrainingError, match="balanced data, as of task 'a', have no end; give a loader"):
+        trainer.evaluate(data)
     return states.steps, [each.state_dict()["step"] for each in data.values()]
 
 

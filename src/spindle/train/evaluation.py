@@ -16,6 +16,7 @@ from torch import nn
 from torch.utils._pytree import tree_leaves
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
+from spindle.data import Balanced
 from spindle.errors import TrainingError
 from spindle.launch import recorder
 from spindle.run import World, metric_sums, on_device, plain, send_tensors
@@ -86,6 +87,8 @@ def evaluate(
     for name, loader in loaders.items():
         if name not in tasks:
             raise TrainingError(f"evaluate: {name!r} is not a task (tasks: {', '.join(tasks)})")
+        if isinstance(loader, Balanced):
+            raise TrainingError(f"evaluate: balanced data, as of task {name!r}, have no end; give a loader of batches")
         loss, metrics = _sums(tasks[name], loader, steps, state, config, world, share_weights)
         names += [name, *(f"{name}/{metric}" for metric in metrics)]
         sums += [loss, *metrics.values()]
