@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
@@ -74,18 +75,20 @@ class SavedPlanning:
         return replace(config, planning=replace(config.planning, plan=self.plan))
 
 
-def scheduled_planning(planning: Planning, environment: Mapping[str, str] = os.environ) -> SavedPlanning:
+def scheduled_planning(planning: Planning, world: World, environment: Mapping[str, str] = os.environ) -> SavedPlanning:
     """The plan and the profile that a scheduler hands over to this start of the job, so that it neither measures nor
-    plans; nothing where the script itself says how to plan, or what is handed over cannot be read."""
+    plans, as rank 0 reads them; nothing where the script itself says how to plan, or rank 0 cannot read them."""
     names = environment.get(variables.PLAN), environment.get(variables.PLAN_PROFILE)
     is_free = planning.plan is None and planning.profile is None and planning.planner == DEFAULT_PLANNER
     if None in names or not is_free:
         return SavedPlanning()
-    try:
-        profile = read_profile(Path(str(names[1])))
-        return SavedPlanning(plan=read_plan(Path(str(names[0])), profile.graph), profile=profile)
-    except SpindleError:
-        return SavedPlanning()
+    scheduled = SavedPlanning()
+    if world.rank == 0:
+        with suppress(SpindleError):
+            profile = read_profile(Path(str(names[1])))
+            scheduled = SavedPlanning(plan=read_plan(Path(str(names[0])), profile.graph), profile=profile)
+    received: SavedPlanning = world.broadcast_object(scheduled)
+    return received
 
 
 def plan_workload(

@@ -65,7 +65,7 @@ class TrainSession:
         self.absent_tasks: frozenset[str] = frozenset()  # of the script, which had ended in the restored state
         self.saver: Saver | None = None
         self.saved: ResumedTensors | None = None  # of the checkpoint that was resumed from
-        self.saved_planning = scheduled_planning(config.planning)  # or that of the checkpoint
+        self.saved_planning = scheduled_planning(config.planning, world)  # or that of the checkpoint
         self.sample_step: list[dict[str, Batch]] = []  # batches on which placements are chosen, by task; on rank 0
         self._optimizer_state: OptimizerState | StateFor | None = None  # for the next optimizer, where there is none
 
