@@ -1,4 +1,4 @@
-"""Live fleets on Slurm: a real controller and three nodes on this host, real trainings."""
+"""Live fleets on Slurm: a real controller and four nodes on this host, real trainings."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import os
 import re
 import subprocess
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -25,7 +26,7 @@ needs_slurm = pytest.mark.skipif(bool(missing()), reason=f"needs Slurm's program
 
 @pytest.fixture(scope="module")
 def cluster(tmp_path_factory):
-    nodes = {"n0": ("a100", 1), "n1": ("a100", 1), "n2": ("l40s", 2)}
+    nodes = {"n0": ("a100", 1), "n1": ("a100", 1), "n2": ("l40s", 2), "n3": ("l40s", 1)}
     with slurm_cluster(tmp_path_factory.mktemp("slurm"), nodes) as environment, pytest.MonkeyPatch.context() as patch:
         for name, value in environment.items():
             patch.setenv(name, value)
@@ -180,6 +181,27 @@ def test_an_attempt_that_was_discarded_while_the_controller_is_away_does_not_tra
         assert engine.adopt() == [("a", 1)]
         engine.discard(("a", 1))
     wait_until(lambda: not slurm("squeue", "--noheader").strip(), engine)
+
+
+@needs_slurm
+def test_names_of_folders_are_quoted_and_nodes_may_have_unequal_shares(engine, tmp_path):
+    folder = tmp_path / 'it\'s 100%a "folder"'
+    folder.mkdir()
+    start = attempt_start(folder, ("n2", 2), ("n3", 1))
+    ranks = "echo $SLURM_PROCID on $SLURMD_NODENAME of $SLURM_STEP_TASKS_PER_NODE; pwd"
+    start = replace(start, submission=replace(start.submission, command=("bash", "-c", ranks)))
+    engine.start(start)
+    wait_until(lambda: engine.poll()[0].phase == "ended", engine)
+    assert engine.poll()[0].outcome == "completed"
+    written = [(folder / "logs" / f"rank-{rank}.log").read_text().splitlines() for rank in range(3)]
+    assert written == [[f"{rank} on {node} of 2,1", str(folder)] for rank, node in enumerate(("n2", "n2", "n3"))]
+
+
+@pytest.mark.parametrize(("node", "size"), [("0", "4"), ("1", "4"), ("2", "3")])
+def test_ranks_of_slurm_know_how_many_are_on_their_node(node, size):
+    step = {"SLURM_PROCID": "0", "SLURM_NTASKS": "11", "SLURM_LOCALID": "0", "SLURM_NODEID": node}
+    step |= {"SLURM_JOB_ID": "77", "SLURM_JOB_NUM_NODES": "3", "SLURM_STEP_TASKS_PER_NODE": "4(x2),3"}
+    assert rank_variables(step)["LOCAL_WORLD_SIZE"] == size
 
 
 def test_ranks_of_slurm_get_torchruns_variables():

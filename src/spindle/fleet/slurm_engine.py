@@ -47,12 +47,11 @@ _UP = ("idle", "mixed", "allocated", "completing", "planned", "reserved")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BatchScript:
-    """What a batch script asks of Slurm: `devices` of a kind on each of so many nodes, with a rank for each."""
+    """What a batch script asks of Slurm: so many `devices` of a kind on each node, with a rank for each device."""
 
     name: str
     command: tuple[str, ...]
-    num_nodes: int
-    devices: int
+    devices: tuple[int, ...]
     kind: str = ""
     nodelist: tuple[str, ...] = ()
     folder: str = ""
@@ -64,26 +63,28 @@ class BatchScript:
 
     @property
     def text(self) -> str:
-        gpus = f"{self.kind}:{self.devices}" if self.kind else str(self.devices)
-        lines = [
-            "#!/bin/bash",
-            f"#SBATCH --job-name={self.name}",
-            f"#SBATCH --nodes={self.num_nodes}",
-            f"#SBATCH --ntasks-per-node={self.devices}",
-            f"#SBATCH --gpus-per-node={gpus}",
-            f"#SBATCH --signal=TERM@{_SIGNAL_S}",
-            "#SBATCH --no-requeue",
-        ]
-        lines += [f"#SBATCH --nodelist={','.join(self.nodelist)}"] if self.nodelist else []
-        lines += [f"#SBATCH --comment={self.comment}"] if self.comment else []
-        lines += [f"#SBATCH --chdir={self.folder}"] if self.folder else []
-        lines += [f"#SBATCH --output={self.output}.batch", "#SBATCH --open-mode=append"] if self.output else []
-        lines.append("")
+        is_even = len(set(self.devices)) == 1
+        prefix = f"{self.kind}:" if self.kind else ""
+        output = self.output.replace("%", "%%")  # which would begin a pattern
+        requests = {"job-name": self.name, "nodes": str(len(self.devices))}
+        if is_even:
+            requests |= {"ntasks-per-node": str(self.devices[0]), "gpus-per-node": f"{prefix}{self.devices[0]}"}
+        else:  # Slurm puts as many ranks on a node as it takes GPUs there
+            requests |= {"ntasks": str(sum(self.devices)), "gpus-per-task": f"{prefix}1"}
+        requests["signal"] = f"TERM@{_SIGNAL_S}"
+        requests |= {"nodelist": ",".join(self.nodelist)} if self.nodelist else {}
+        requests |= {"comment": self.comment} if self.comment else {}
+        requests |= {"chdir": self.folder} if self.folder else {}
+        requests |= {"output": f"{output}.batch", "open-mode": "append"} if self.output else {}
+        # sbatch reads quotes as a shell does.
+        lines = [f"#SBATCH --{name}={shlex.quote(value)}" for name, value in requests.items()]
+        lines = ["#!/bin/bash", *lines, "#SBATCH --no-requeue", ""]
         lines += [f"export {name}={shlex.quote(value)}" for name, value in self.exports.items()]
         lines.append(f"export {variables.SECRET}=$(head -c 32 /dev/urandom | base64)")
         worker = [sys.executable, "-P", "-m", "spindle.launch.slurm_rank"] if self.is_script else []
         options = ["--kill-on-bad-exit=1"]
-        options += [f"--output={self.output}/rank-%t.log", "--open-mode=append"] if self.output else []
+        options += [] if is_even else ["--gpu-bind=none"]  # as elsewhere, a rank sees all GPUs of its node
+        options += [f"--output={output}/rank-%t.log", "--open-mode=append"] if self.output else []
         lines.append(f"srun {shlex.join(options)} {shlex.join([*worker, *self.command])}")
         if self.exit_file:
             exit_file = shlex.quote(self.exit_file)
@@ -230,8 +231,7 @@ class SlurmEngine:
         batch = BatchScript(
             name=start.job,
             command=start.submission.command,
-            num_nodes=len(start.nodes),
-            devices=start.nodes[0].num_devices,
+            devices=tuple(share.num_devices for share in start.nodes),
             kind=kind,
             nodelist=tuple(share.node for share in start.nodes),
             folder=start.submission.folder,
