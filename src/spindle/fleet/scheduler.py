@@ -13,6 +13,7 @@ from dataclasses import replace
 from typing import assert_never
 
 from spindle.cluster import Cluster
+from spindle.display import duration
 from spindle.errors import FleetError
 from spindle.fleet.cells import Estimate, better
 from spindle.fleet.columns import Columns
@@ -154,9 +155,8 @@ def _submitted(state: State, event: Submitted) -> State:
     for kind in job.kinds:
         state.fleet.kind_number(kind)
     if job.deadline_s is not None and job.deadline_s <= state.now_s:
-        raise FleetError(
-            f"job {job.name!r}: its deadline lies {state.now_s - job.deadline_s:.0f} s in the past; give a later one"
-        )
+        late = duration(state.now_s - job.deadline_s)
+        raise FleetError(f"job {job.name!r}: its deadline lies {late} in the past; give a later one")
     options = state.options
     cost_s = options.realloc_s
     if cost_s is None:
