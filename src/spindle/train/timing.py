@@ -162,6 +162,7 @@ class StepTimes:
         oversubscribed = min(profile.host_rates, default=1.0) < 1
         spans = world.gather_objects([watch.spans() for _, watch, _, _ in self._timelines])
         held = world.gather_objects(None if self._held is None else self._held[0])
+        has_memory = all(of_rank is not None for of_rank in held)
         measured = None
         measured_steps: dict[int, Timeline] = {}
         sampled_s: tuple[tuple[float, float], ...] = ()
@@ -174,7 +175,7 @@ class StepTimes:
                     timeline_of(
                         step_program,
                         spans_of_ranks,
-                        held if self._held is not None and self._held[1] is step_program else (),
+                        held if has_memory and self._held is not None and self._held[1] is step_program else (),
                     ),
                     step_program,
                     step_profile,
