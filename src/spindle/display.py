@@ -8,6 +8,8 @@ import io
 from rich.console import Console, RenderableType
 from rich.table import Table
 
+_YEAR_S = 365.25 * 86400.0
+
 
 def seconds(time_s: float) -> str:
     """`412.3 ms`; the unit follows the size."""
@@ -15,6 +17,16 @@ def seconds(time_s: float) -> str:
         if time_s * factor >= (100 if unit == "s" else 1):
             return f"{figures(time_s * factor)} {unit}"
     return "0 ms" if time_s == 0 else f"{time_s * 1e6:.3g} µs"
+
+
+def duration(time_s: float) -> str:
+    """`45 s`, `12 minutes`, `5 hours`, `3 days`, `6.9 years`: the unit follows the size."""
+    if time_s >= 2 * _YEAR_S:
+        return f"{time_s / _YEAR_S:.1f} years"
+    for unit, unit_s in (("days", 86400.0), ("hours", 3600.0), ("minutes", 60.0)):
+        if time_s >= 2 * unit_s:
+            return f"{time_s / unit_s:.0f} {unit}"
+    return f"{time_s:.0f} s"
 
 
 def milliseconds(time_s: float) -> str:

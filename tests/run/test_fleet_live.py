@@ -228,7 +228,7 @@ def test_what_is_wrong_is_said_in_one_sentence_and_nothing_is_submitted(fleet, t
     assert "unknown kind of device 'b100'" in refused("submit", "--kinds", "b100", script)
     assert "unknown team 'nobody'" in refused("submit", "--team", "nobody", script)
     assert "at least 1 device" in refused("submit", "--count", "0", script)
-    assert "in the past" in refused("submit", "--deadline", "2001-01-01T00:00", script)
+    assert "years in the past" in refused("submit", "--deadline", "2001-01-01T00:00", script)
     assert "unknown priority" in refused("submit", "--priority", "extreme", script)
     assert "no such file" in refused("submit", str(tmp_path / "none.py"))
     (tmp_path / "nothing.py").write_text("print('nothing')")

@@ -34,6 +34,7 @@ from spindle.fleet import (
     Stopped,
     Suspended,
     Team,
+    Ticked,
     Trace,
     TraceJob,
     measure_fleet,
@@ -110,6 +111,32 @@ def test_a_drained_node_is_left_before_it_goes():
     (resize,) = actions
     assert isinstance(resize, Resize)
     assert [share.node for share in resize.nodes] == ["node1"]
+
+
+@pytest.mark.parametrize(
+    ("within_s", "round_s"),
+    [(120.0, 530.0), (60.0, 530.0), (50.0, 521.0), (30.0, 501.0), (5.0, 501.0)],
+    ids=["no hurry", "just in time", "early", "at once", "too late"],
+)
+def test_a_drain_does_not_wait_for_the_interval_between_rounds_where_its_deadline_is_earlier(within_s, round_s):
+    state, _ = fleets.after(fleets.new_state(fleets.fleet({"big": [4, 4]})), fleets.submitted("a", {("big", 4): 1.0}))
+    state, _ = fleets.at(0.0, state)
+    state, _ = fleets.after(state, fleets.submitted("b", {("big", 4): 1.0}, 500.0))
+    state, _ = fleets.at(500.0, state)  # the last round: the interval allows the next at 530
+    state, _ = fleets.after(state, Draining(time_s=501.0, node="node0", deadline_s=501.0 + within_s, grace_s=30.0))
+    assert state.next_round_s == round_s
+    state, actions = fleets.after(state, Ticked(time_s=round_s))
+    assert any(isinstance(action, Stop | Resize) for action in actions)
+    assert not any(share.node == "node0" for job in state.jobs if job.allocation for share in job.allocation.nodes)
+
+
+def test_a_second_drain_with_an_earlier_deadline_makes_the_round_earlier():
+    state, _ = fleets.after(fleets.new_state(ONE_NODE), fleets.submitted("a", {("big", 4): 1.0}, 500.0))
+    state, _ = fleets.at(500.0, state)
+    for time_s, within_s in ((501.0, 120.0), (502.0, 10.0)):
+        state, _ = fleets.after(state, Draining(time_s=time_s, node="node0", deadline_s=time_s + within_s))
+    state, actions = fleets.after(state, Ticked(time_s=502.0))
+    assert actions == [Stop(job="a", attempt=1)]
 
 
 def test_a_waiting_job_is_told_why_and_what_would_help():

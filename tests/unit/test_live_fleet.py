@@ -102,6 +102,20 @@ def test_a_node_is_drained_within_the_seconds_that_were_given(store, monkeypatch
     live.step()
     (event,) = (event for event, _ in store.entries() if isinstance(event, Draining))
     assert event.deadline_s == event.time_s
+    assert event.grace_s == 9.0
+
+
+def test_a_drain_stops_jobs_before_the_next_round_would_be_due(tmp_path, monkeypatch):
+    options = SchedulerOptions(min_interval_s=1000.0, max_interval_s=1000.0)
+    with Store.create(tmp_path / "fleet.db", fleet({"big": [4]}), options) as store:
+        live, engine = live_fleet(store, monkeypatch)
+        submit(store, "a")
+        for _ in range(3):
+            live.step()
+        assert engine.waiting == {("a", 1): PENDING}
+        store.request({"command": "drain", "node": "node0", "within_s": 5.0})
+        live.step()
+        assert engine.waiting == {("a", 1): ENDED}
 
 
 def test_a_lost_node_is_not_used_again_when_its_drain_ends(store, monkeypatch):

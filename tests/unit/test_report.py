@@ -11,7 +11,7 @@ import pytest
 from rich.console import Console
 
 import small
-from spindle.display import count_of, large, listed, num_bytes, seconds
+from spindle.display import count_of, duration, large, listed, num_bytes, seconds
 from spindle.errors import InputError
 from spindle.plan import forward_spans
 from spindle.planners import graph_bound_s, make_plan
@@ -300,6 +300,8 @@ def test_quantities_read_well():
         "250.0 s",
         "2.000 µs",
     ]
+    times_s = (5, 119, 600, 5 * 3600, 50 * 3600, 217_146_541)
+    assert [duration(value) for value in times_s] == ["5 s", "119 s", "10 minutes", "5 hours", "2 days", "6.9 years"]
     assert [num_bytes(value) for value in (12, 3 << 20, 5 << 30)] == ["12 B", "3.0 MiB", "5.0 GiB"]
     assert [count_of(1, "device"), count_of(2, "device")] == ["1 device", "2 devices"]
     assert large(1.19e9) == "1.19B"

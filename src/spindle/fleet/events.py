@@ -148,9 +148,12 @@ class NodeLost:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Draining:
+    """Jobs leave the node before the deadline; a stop takes up to `grace_s`."""
+
     time_s: float
     node: str
     deadline_s: float
+    grace_s: float = 30.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -581,7 +581,8 @@ class LiveFleet:
     def _drain(self, node: str, drain_s: float, answers: tuple[tuple[int, str], ...] = ()) -> None:
         now_s = self.clock.now_s()
         self.notify(f"node {node} is drained: its jobs leave within {drain_s:.0f} s")
-        self._tell(Draining(time_s=now_s, node=node, deadline_s=now_s + drain_s), answers=answers)
+        event = Draining(time_s=now_s, node=node, deadline_s=now_s + drain_s, grace_s=self.grace_s)
+        self._tell(event, answers=answers)
 
     def _engine_lost(self, error: EngineLostError) -> None:
         """All nodes are gone with the engine, as far as can be known; agents save checkpoints and end."""

@@ -7,11 +7,13 @@ engine calls it with every event in order, writes the actions down, executes the
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import replace
 from typing import assert_never
 
 from spindle.cluster import Cluster
+from spindle.display import duration
 from spindle.errors import FleetError
 from spindle.fleet.cells import Estimate, better
 from spindle.fleet.columns import Columns
@@ -59,7 +61,8 @@ def schedule(state: State, event: Event) -> tuple[State, tuple[Action, ...]]:
     """The state after an event, and what is to be done.
 
     Only `Ticked` reallocates (a round); every other event is written into the state and may make a round due: at most
-    every `min_interval_s`, at least every `max_interval_s`. Events of attempts that are not the newest are ignored.
+    every `min_interval_s`, sooner only where a drained node must be left, and at least every `max_interval_s`. Events
+    of attempts that are not the newest are ignored.
     """
     if event.time_s > state.now_s:
         state = evolve(state, now_s=event.time_s)
@@ -89,7 +92,8 @@ def schedule(state: State, event: Event) -> tuple[State, tuple[Action, ...]]:
         case Draining():
             unavailable = tuple(sorted({*state.unavailable, event.node}))
             state.fleet.node_number(event.node)
-            return _due(evolve(state, unavailable=unavailable)), ()
+            # A round stops or moves every job on an unavailable node.
+            return _due(evolve(state, unavailable=unavailable), event.deadline_s - event.grace_s), ()
         case Ticked():
             return _ticked(state)
         case _:
@@ -116,11 +120,12 @@ def _is_settled(state: State, columns: Columns) -> bool:
     return bool((columns.rate[held] >= columns.best_rate).all()) if columns.num_jobs else True
 
 
-def _due(state: State) -> State:
-    """A round is due as soon as the interval between rounds allows."""
+def _due(state: State, latest_s: float = math.inf) -> State:
+    """A round is due as soon as the interval between rounds allows, and at `latest_s` even if it does not."""
     due_s = state.now_s
     if state.last_round_s is not None:
-        due_s = max(due_s, state.last_round_s + state.options.min_interval_s)
+        allowed_s = state.last_round_s + state.options.min_interval_s
+        due_s = max(due_s, min(allowed_s, latest_s))
     if state.next_round_s is not None and state.next_round_s <= due_s:
         return state
     return evolve(state, next_round_s=due_s)
@@ -150,9 +155,8 @@ def _submitted(state: State, event: Submitted) -> State:
     for kind in job.kinds:
         state.fleet.kind_number(kind)
     if job.deadline_s is not None and job.deadline_s <= state.now_s:
-        raise FleetError(
-            f"job {job.name!r}: its deadline lies {state.now_s - job.deadline_s:.0f} s in the past; give a later one"
-        )
+        late = duration(state.now_s - job.deadline_s)
+        raise FleetError(f"job {job.name!r}: its deadline lies {late} in the past; give a later one")
     options = state.options
     cost_s = options.realloc_s
     if cost_s is None:

@@ -5,8 +5,9 @@
                                 failures/   why they failed (`launch.failure`)
                                 exit        the exit code of `srun`, once it has ended
 
-The attempt is named in the comment of the Slurm job, so the next scheduler finds it. The folder must be on a file
-system that all nodes share. While the controller does not answer, nothing changes: jobs train on.
+The attempt is named in the comment of the Slurm job, so the next scheduler finds it whenever the last one died.
+The folder must be on a file system that all nodes share. While the controller does not answer, nothing changes: jobs
+train on.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from spindle.artifact import write_atomically
 from spindle.cluster import Cluster, Island
 from spindle.errors import FleetError, InputError
 from spindle.fleet.engine import ENDED, LOST, PENDING, RUNNING, AttemptReport, AttemptStart, Key, NodeStatus
@@ -45,12 +47,11 @@ _UP = ("idle", "mixed", "allocated", "completing", "planned", "reserved")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BatchScript:
-    """What a batch script asks of Slurm: `devices` of a kind on each of so many nodes, with a rank for each."""
+    """What a batch script asks of Slurm: so many `devices` of a kind on each node, with a rank for each device."""
 
     name: str
     command: tuple[str, ...]
-    num_nodes: int
-    devices: int
+    devices: tuple[int, ...]
     kind: str = ""
     nodelist: tuple[str, ...] = ()
     folder: str = ""
@@ -62,26 +63,28 @@ class BatchScript:
 
     @property
     def text(self) -> str:
-        gpus = f"{self.kind}:{self.devices}" if self.kind else str(self.devices)
-        lines = [
-            "#!/bin/bash",
-            f"#SBATCH --job-name={self.name}",
-            f"#SBATCH --nodes={self.num_nodes}",
-            f"#SBATCH --ntasks-per-node={self.devices}",
-            f"#SBATCH --gpus-per-node={gpus}",
-            f"#SBATCH --signal=TERM@{_SIGNAL_S}",
-            "#SBATCH --no-requeue",
-        ]
-        lines += [f"#SBATCH --nodelist={','.join(self.nodelist)}"] if self.nodelist else []
-        lines += [f"#SBATCH --comment={self.comment}"] if self.comment else []
-        lines += [f"#SBATCH --chdir={self.folder}"] if self.folder else []
-        lines += [f"#SBATCH --output={self.output}.batch", "#SBATCH --open-mode=append"] if self.output else []
-        lines.append("")
+        is_even = len(set(self.devices)) == 1
+        prefix = f"{self.kind}:" if self.kind else ""
+        output = self.output.replace("%", "%%")  # which would begin a pattern
+        requests = {"job-name": self.name, "nodes": str(len(self.devices))}
+        if is_even:
+            requests |= {"ntasks-per-node": str(self.devices[0]), "gpus-per-node": f"{prefix}{self.devices[0]}"}
+        else:  # Slurm puts as many ranks on a node as it takes GPUs there
+            requests |= {"ntasks": str(sum(self.devices)), "gpus-per-task": f"{prefix}1"}
+        requests["signal"] = f"TERM@{_SIGNAL_S}"
+        requests |= {"nodelist": ",".join(self.nodelist)} if self.nodelist else {}
+        requests |= {"comment": self.comment} if self.comment else {}
+        requests |= {"chdir": self.folder} if self.folder else {}
+        requests |= {"output": f"{output}.batch", "open-mode": "append"} if self.output else {}
+        # sbatch reads quotes as a shell does.
+        lines = [f"#SBATCH --{name}={shlex.quote(value)}" for name, value in requests.items()]
+        lines = ["#!/bin/bash", *lines, "#SBATCH --no-requeue", ""]
         lines += [f"export {name}={shlex.quote(value)}" for name, value in self.exports.items()]
         lines.append(f"export {variables.SECRET}=$(head -c 32 /dev/urandom | base64)")
         worker = [sys.executable, "-P", "-m", "spindle.launch.slurm_rank"] if self.is_script else []
         options = ["--kill-on-bad-exit=1"]
-        options += [f"--output={self.output}/rank-%t.log", "--open-mode=append"] if self.output else []
+        options += [] if is_even else ["--gpu-bind=none"]  # as elsewhere, a rank sees all GPUs of its node
+        options += [f"--output={output}/rank-%t.log", "--open-mode=append"] if self.output else []
         lines.append(f"srun {shlex.join(options)} {shlex.join([*worker, *self.command])}")
         if self.exit_file:
             exit_file = shlex.quote(self.exit_file)
@@ -143,7 +146,8 @@ class _SlurmAttempt:
     hangs: HangDetector
     seen_s: float = 0.0
     pending_s: float | None = None
-    kill_s: float | None = None  # when its grace is over
+    grace_s: float | None = None  # it was asked to stop
+    kill_s: float | None = None  # when its grace is over, which begins with the signal
     hung: str = ""
     state: str = "PENDING"
     reason: str = ""
@@ -155,6 +159,7 @@ class SlurmEngine:
     def __init__(self, fleet_id: str, fleet: Fleet, *, folder: Path) -> None:
         self._prefix, self._fleet, self._folder = f"spindle/{fleet_id}/", fleet, folder / "slurm"
         self._attempts: dict[Key, _SlurmAttempt] = {}
+        self._discarded: set[str] = set()  # Slurm jobs to be cancelled, until squeue lists them no more
         self._nodes: dict[str, NodeStatus] = {}
         self._next_poll_s = self._next_nodes_s = self._polled_s = 0.0
         slurm_nodes()  # refuses early
@@ -175,13 +180,23 @@ class SlurmEngine:
         return self._nodes
 
     def adopt(self) -> Sequence[Key]:
+        queued = self._queued()
         for path in sorted(self._folder.glob("*/attempt.json")):
             data = json.loads(path.read_text())
-            if data["prefix"] == self._prefix:
-                key = (data["job"], data["attempt"])
-                self._attempts[key] = self._known(path.parent, data)
+            if data["prefix"] != self._prefix:
+                continue
+            key = (data["job"], data["attempt"])
+            slurm_id = data["slurm_id"] or queued.get(key, "")
+            if slurm_id or (path.parent / "exit").exists():  # otherwise its scheduler died before sbatch
+                self._attempts[key] = self._known(path.parent, {**data, "slurm_id": slurm_id})
+        for key in queued.keys() - self._attempts.keys():  # discarded while the controller was away
+            data = {"logs": "", "num_ranks": 1, "slurm_id": queued[key], "is_script": False}
+            self._attempts[key] = self._known(self._attempt_folder(key), data)
         self._poll_queue(is_forced=True)
         return list(self._attempts)
+
+    def _attempt_folder(self, key: Key) -> Path:
+        return self._folder / f"{key[0]}-{key[1]}"
 
     def _known(self, folder: Path, data: Mapping[str, Any]) -> _SlurmAttempt:
         return _SlurmAttempt(
@@ -195,7 +210,8 @@ class SlurmEngine:
         )
 
     def start(self, start: AttemptStart) -> None:
-        folder = self._folder / f"{start.job}-{start.attempt}"
+        key = (start.job, start.attempt)
+        folder = self._attempt_folder(key)
         for name in ("activity", "failures"):
             (folder / name).mkdir(parents=True, exist_ok=True)
         logs = Path(start.submission.logs)
@@ -212,57 +228,67 @@ class SlurmEngine:
                 (folder / f"{variable}.json").write_text(text)
                 exports[variable] = str(folder / f"{variable}.json")
         kind = self._fleet.kinds[self._fleet.kind_of_node[self._fleet.node_number(start.nodes[0].node)]].name
-        comment = f"{self._prefix}{start.job}/{start.attempt}"
         batch = BatchScript(
             name=start.job,
             command=start.submission.command,
-            num_nodes=len(start.nodes),
-            devices=start.nodes[0].num_devices,
+            devices=tuple(share.num_devices for share in start.nodes),
             kind=kind,
             nodelist=tuple(share.node for share in start.nodes),
             folder=start.submission.folder,
             output=str(logs),
-            comment=comment,
+            comment=f"{self._prefix}{start.job}/{start.attempt}",
             is_script=start.submission.is_script,
             exit_file=str(folder / "exit"),
             exports=exports,
         )
         (folder / "batch.sh").write_text(batch.text)
-        known = self._queued(comment)  # submitted by a scheduler that died before it could note that
-        slurm_id = known or slurm("sbatch", "--parsable", str(folder / "batch.sh")).strip().partition(";")[0]
         data = {
             "prefix": self._prefix,
             "job": start.job,
             "attempt": start.attempt,
             "logs": str(logs),
             "num_ranks": sum(share.num_devices for share in start.nodes),
-            "slurm_id": slurm_id,
+            "slurm_id": "",
             "is_script": start.submission.is_script,
         }
-        (folder / "attempt.json").write_text(json.dumps(data))
-        self._attempts[start.job, start.attempt] = self._known(folder, data)
+        write_atomically(folder / "attempt.json", json.dumps(data))
+        # It may be queued already: sbatch did not answer in time, or the scheduler died before it could note the id.
+        slurm_id = self._queued().get(key) or slurm("sbatch", "--parsable", str(folder / "batch.sh")).partition(";")[0]
+        data["slurm_id"] = slurm_id.strip()
+        write_atomically(folder / "attempt.json", json.dumps(data))
+        self._attempts[key] = self._known(folder, data)
 
-    def _queued(self, comment: str) -> str:
+    def _queued(self) -> dict[Key, str]:
+        """Slurm's job ids of this fleet's attempts, from their comments."""
+        queued = {}
         for line in slurm("squeue", "--noheader", "--format=%i|%k").splitlines():
-            number, _, text = line.strip().partition("|")
-            if text == comment:
-                return number
-        return ""
+            slurm_id, _, comment = line.strip().partition("|")
+            job, _, attempt = comment.removeprefix(self._prefix).rpartition("/")
+            if comment.startswith(self._prefix) and attempt.isdigit():
+                queued[job, int(attempt)] = slurm_id
+        return queued
 
     def stop(self, key: Key, grace_s: float) -> None:
         attempt = self._attempts.get(key)
-        if attempt is None or attempt.kill_s is not None:
-            return
-        attempt.kill_s = time.monotonic() + grace_s
+        if attempt is not None and attempt.grace_s is None:
+            attempt.grace_s = grace_s
+            self._signal(attempt)
+
+    def _signal(self, attempt: _SlurmAttempt) -> None:
+        """SIGTERM to the ranks, whose grace begins then. While the controller is away, the next poll tries again."""
+        assert attempt.grace_s is not None
         with suppress(FleetError):
-            if attempt.state == "PENDING":
-                slurm("scancel", attempt.slurm_id)
-            else:
+            steps = slurm("squeue", "--steps", f"--jobs={attempt.slurm_id}", "--noheader", "--format=%i").split()
+            if any(step.partition(".")[2].isdigit() for step in steps):  # beside `batch` and `extern`
                 slurm("scancel", "--signal=TERM", attempt.slurm_id)
+            else:  # it has no ranks yet
+                slurm("scancel", attempt.slurm_id)
+            attempt.kill_s = time.monotonic() + attempt.grace_s
 
     def discard(self, key: Key) -> None:
         attempt = self._attempts.pop(key, None)
         if attempt is not None:
+            self._discarded.add(attempt.slurm_id)
             with suppress(FleetError):
                 slurm("scancel", attempt.slurm_id)
             shutil.rmtree(attempt.folder, ignore_errors=True)
@@ -283,6 +309,11 @@ class SlurmEngine:
                 attempt.seen_s = now_s  # as far as is known
             return
         queue = {number: (state, reason) for number, state, reason in (line.strip().split("|", 2) for line in lines)}
+        self._discarded &= queue.keys()
+        for slurm_id in self._discarded:
+            if queue[slurm_id][0] != "COMPLETING":
+                with suppress(FleetError):
+                    slurm("scancel", slurm_id)
         elapsed_s, self._polled_s = min(now_s - self._polled_s, 2 * _POLL_S), now_s
         for attempt in self._attempts.values():
             entry = queue.get(attempt.slurm_id)
@@ -290,6 +321,8 @@ class SlurmEngine:
                 attempt.state = "GONE"
                 continue
             attempt.seen_s, (attempt.state, attempt.reason) = now_s, entry
+            if attempt.grace_s is not None and attempt.kill_s is None:
+                self._signal(attempt)
             if attempt.kill_s is not None and now_s > attempt.kill_s:
                 with suppress(FleetError):
                     slurm("scancel", "--signal=KILL", "--full", attempt.slurm_id)
@@ -323,7 +356,7 @@ class SlurmEngine:
             is_long = now_s - attempt.pending_s > _EXPLAINED_S
             return replace(report, phase=PENDING, reason=waits if is_long else "Slurm has not started it yet")
         if attempt.state == "GONE":
-            if attempt.kill_s is not None:
+            if attempt.grace_s is not None:
                 return replace(report, phase=ENDED, outcome=STOPPED)
             if time.monotonic() - attempt.seen_s > _GONE_S:
                 return replace(report, phase=LOST, reason=attempt.hung or "Slurm has ended it, or its node is gone")
@@ -332,7 +365,7 @@ class SlurmEngine:
     def _ended(self, report: AttemptReport, attempt: _SlurmAttempt, code: int) -> AttemptReport:
         if code == 0:
             return replace(report, phase=ENDED, outcome=COMPLETED)
-        if attempt.kill_s is not None or code == 143:
+        if attempt.grace_s is not None or code == 143:
             return replace(report, phase=ENDED, outcome=STOPPED)
         failures = [
             failure

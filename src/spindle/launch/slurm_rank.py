@@ -7,6 +7,7 @@ that runs the batch script, which is that of rank 0, at a port that follows from
 from __future__ import annotations
 
 import os
+import re
 import sys
 from collections.abc import Mapping
 from pathlib import Path
@@ -35,7 +36,7 @@ def rank_variables(slurm: Mapping[str, str]) -> dict[str, str]:
         "RANK": rank,
         "WORLD_SIZE": size,
         "LOCAL_RANK": local,
-        "LOCAL_WORLD_SIZE": str(int(size) // nodes),
+        "LOCAL_WORLD_SIZE": str(_tasks_per_node(slurm, int(size), nodes)[int(slurm.get("SLURM_NODEID", "0"))]),
         "GROUP_RANK": slurm.get("SLURM_NODEID", "0"),
         "MASTER_ADDR": address,
         "MASTER_PORT": str(_FIRST_PORT + job % _NUM_PORTS),
@@ -45,6 +46,15 @@ def rank_variables(slurm: Mapping[str, str]) -> dict[str, str]:
     if address.startswith("127."):
         found["GLOO_SOCKET_IFNAME"] = slurm.get("GLOO_SOCKET_IFNAME", "lo")
     return found
+
+
+def _tasks_per_node(slurm: Mapping[str, str], num_ranks: int, num_nodes: int) -> list[int]:
+    """The number of ranks on each node, which Slurm writes as `4(x2),3`."""
+    text = slurm.get("SLURM_STEP_TASKS_PER_NODE") or slurm.get("SLURM_TASKS_PER_NODE", "")
+    tasks = [
+        int(count) for count, repeats in re.findall(r"(\d+)(?:\(x(\d+)\))?", text) for _ in range(int(repeats or 1))
+    ]
+    return tasks if len(tasks) == num_nodes else [num_ranks // num_nodes] * num_nodes
 
 
 def main() -> None:

@@ -46,8 +46,7 @@ def sbatch(
     batch = BatchScript(
         name=name or script.stem,
         command=(str(script.absolute()), *command[1:]),
-        num_nodes=nodes,
-        devices=devices,
+        devices=(devices,) * nodes,
         kind=kind,
     )
     if output is None:

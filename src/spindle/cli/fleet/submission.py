@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 from datetime import datetime
 from pathlib import Path
 
+from spindle.display import duration
 from spindle.errors import FleetError, InputError
 from spindle.fleet import Cell, Estimate, Fleet, Job, JobState, State
 from spindle.fleet.deadlines import Verdict, verdict
@@ -78,7 +79,7 @@ def read_deadline(text: str, origin_unix_s: float, now_unix_s: float | None = No
                 f"--deadline: expected a duration (6h, 90m) or a time (2030-01-31T18:00), got {text!r}"
             ) from None
     if end_s <= now_unix_s:
-        raise InputError(f"--deadline: {text} lies {now_unix_s - end_s:.0f} s in the past; give a later one")
+        raise InputError(f"--deadline: {text} lies {duration(now_unix_s - end_s)} in the past; give a later one")
     return end_s - origin_unix_s
 
 
