@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import math
 import time
+from collections import deque
 from collections.abc import Mapping
 from importlib.util import find_spec
 from pathlib import Path
@@ -29,6 +30,7 @@ _FIELDS = (
     "idle",
     "peak_bytes",
 )
+MAX_PENDING_METRICS = 1000  # how many steps MLflow may be behind before a step waits for it
 
 
 def step_scalars(record: StepRecord) -> dict[str, float]:
@@ -185,7 +187,7 @@ class MLflow(Writer):
         super().__init__(every)
         _require("mlflow", "MLflow", "mlflow")
         self._options, self._run_id = options, ""
-        self._pending: Any = None  # the last metrics, which are sent in the background
+        self._pending: deque[Any] = deque()  # metrics that are sent in the background, by several threads, in any order
 
     def _current_run_id(self) -> str:
         import mlflow
@@ -199,7 +201,9 @@ class MLflow(Writer):
         import mlflow
 
         run_id = self._current_run_id()
-        self._pending = mlflow.log_metrics(dict(scalars), step=step, run_id=run_id, synchronous=False)
+        self._pending.append(mlflow.log_metrics(dict(scalars), step=step, run_id=run_id, synchronous=False))
+        if len(self._pending) > MAX_PENDING_METRICS:
+            self._pending.popleft().wait()
 
     def write_plan(self, step: int, plan: Plan) -> None:
         import mlflow
@@ -208,9 +212,8 @@ class MLflow(Writer):
         mlflow.set_tag("plan", repr(plan))
 
     def flush(self) -> None:
-        if self._pending is not None:
-            self._pending.wait()  # after all before it
-            self._pending = None
+        while self._pending:
+            self._pending.popleft().wait()
 
 
 def _require(library: str, writer: str, extra: str) -> None:
