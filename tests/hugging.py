@@ -165,6 +165,9 @@ PARTS: dict[str, Callable[[int, int, int], Batch]] = {
         "cross_attention_mask": ones(rows, length, 1, 1),
     },
     "videos": lambda rows, *_: {"pixel_values": torch.randn(rows, FRAMES, 3, IMAGE, IMAGE)},
+    "video_mask": lambda rows, *_: {  # of 2 x 4 x 4 patches, the same number in each video
+        "bool_masked_pos": torch.stack([torch.randperm(32) < 16 for _ in range(rows)]),
+    },
     "pixel_values_videos": lambda rows, *_: {"pixel_values_videos": torch.randn(rows, FRAMES, 3, IMAGE, IMAGE)},
     "waves": lambda rows, length, _: {"input_values": torch.randn(rows, 100 + 20 * length)},
     "long_waves": lambda rows, length, _: {"input_values": torch.randn(rows, 4000 + 800 * length)},
@@ -338,6 +341,12 @@ def labelled(name: str, batch: Batch) -> dict[str, Any]:
         return {**batch, "return_loss": True}
     if name == "ViLT":
         return {**batch, "labels": torch.rand(ROWS, 3, dtype=torch.float64)}
+    if name == "CLIPSeg":
+        return {**batch, "labels": torch.randint(0, 2, (ROWS, IMAGE, IMAGE)).double()}
+    if name == "Wav2Vec2 CTC":
+        return {**batch, "labels": torch.randint(1, 19, (ROWS, 4))}
+    if "bool_masked_pos" in batch:
+        return batch
     if "decoder_input_ids" in batch:
         batch = dict(batch)
         return {"labels": batch.pop("decoder_input_ids"), **batch}
@@ -348,9 +357,15 @@ def labelled(name: str, batch: Batch) -> dict[str, Any]:
 
 def composite(name: str) -> Workload:
     """A model that is given labels and returns its loss, as `CLIP` or, with adapters, `LoRA LLaVA`; in `counted Llama`
-    the batch says by how many tokens the loss is divided; in `packed Qwen2.5-VL` samples have different images."""
-    kind, _, model_name = name.rpartition(" ") if name.startswith(("LoRA ", "counted ", "packed ")) else ("", "", name)
+    the batch says by how many tokens the loss is divided; in `packed Qwen2.5-VL` samples have different images; in
+    `routed Mixtral` the loss has a term over the router logits of all blocks."""
+    kinds = ("LoRA ", "counted ", "packed ", "routed ")
+    kind, _, model_name = name.partition(" ") if name.startswith(kinds) else ("", "", name)
     network = made(model_name)
+    if kind == "routed":
+        config = network.config.get_text_config()
+        network.config.output_router_logits = config.output_router_logits = True
+        config.router_aux_loss_coef = network.router_aux_loss_coef = 0.5  # as large as the other term
     if kind == "LoRA":
         peft = import_module("peft")
         torch.manual_seed(1)

@@ -12,7 +12,7 @@ from unittest import mock
 import replay
 from spindle.program import OptimizerStep
 from spindle.run.composed_graph import ComposedGraph
-from spindle.run.lanes import Lanes
+from spindle.run.lanes import COMMUNICATION, Lanes
 
 Edge = tuple[int, int]
 
@@ -52,10 +52,11 @@ def sole_edges(lanes: Lanes, order: Sequence[int], without: set[int]) -> list[Ed
 
 
 @contextmanager
-def edge_left_out(number: int, *, stays: bool = False) -> Iterator[LeftOut]:
+def edge_left_out(number: int, *, stays: bool = False, of_communication: bool = False) -> Iterator[LeftOut]:
     """Inside, one instruction does not wait for one of another lane, and nothing else makes it wait; `number` is that
-    of the dependency. The instruction not waited for is `late`: emulated graphs replay it as late as they can. If the
-    dependency `stays`, the instruction is late all the same."""
+    of the dependency, of those `of_communication` if only what is sent or reduced counts. The instruction not waited
+    for is `late`: emulated graphs replay it as late as they can. If the dependency `stays`, the instruction is late all
+    the same."""
     made, left_out = Lanes.__init__, LeftOut()
 
     def without(lanes: Lanes, program: Any, rank_program: Any, world: Any) -> None:
@@ -64,7 +65,9 @@ def edge_left_out(number: int, *, stays: bool = False) -> Iterator[LeftOut]:
         optimizer = {
             position for position in rank_program.compute if isinstance(program.instructions[position], OptimizerStep)
         }
-        edges = sole_edges(lanes, rank_program.compute, optimizer) if lanes._waits else []
+        launches = [number for number in rank_program.launches if lanes._lane_at.get(number) == COMMUNICATION]
+        edges = sole_edges(lanes, [*rank_program.compute, *launches], optimizer) if lanes._waits else []
+        edges = [edge for edge in edges if not of_communication or edge[1] in launches]
         if edges:
             left_out.edge = before, after = edges[number % len(edges)]
             if not stays:

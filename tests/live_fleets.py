@@ -54,9 +54,13 @@ class LiveTestFleet:
         machines = ["--fake", self._machines] if self._machines else []
         new = [] if self.store_path.exists() else [*machines, *self._options]
         log = (self.folder / "scheduler.log").open("ab")
-        command = [sys.executable, "-m", "spindle.cli", "fleet", "up", "--store", str(self.store_path), *new]
+        command = self.command("--store", str(self.store_path), *new)
         self.scheduler = subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT, cwd=self.folder)
         log.close()
+
+    def command(self, *arguments: str) -> list[str]:
+        """How a scheduler is started."""
+        return [sys.executable, "-m", "spindle.cli", "fleet", "up", *arguments]
 
     def is_up(self) -> bool:
         assert self.scheduler is not None

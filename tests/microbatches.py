@@ -393,7 +393,7 @@ def run_pipeline(rank: int, num_ranks: int, case: Case) -> PipelineRun:
             program = lower(plan, profile, owning_ranks=owning_ranks_of(ours, made, places, case))
             verify(program, profile)
             axes = dict.fromkeys(batches, (None,) * 99)
-            if case.shards:
+            if case.shards and shards is None:
                 shards = Shards(program, made.parameters, world)
                 shards.attach()
             buffers = None if executor is None else executor.release_gradient_buffers()

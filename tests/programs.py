@@ -167,6 +167,7 @@ class Run:
     captured: int  # slots, in CUDA graphs
     without_graph: dict[str, str]
     has_step_graph: bool  # whether whole steps are one graph
+    region_sizes: list[int]  # how many passes are launched together, where they are not
     most_layers: int  # of a module
 
 
@@ -270,6 +271,7 @@ def compare_steps(
     device: str | None = None,
     order: int | None = None,
     step_graphs: bool = True,
+    regions: bool = True,
 ) -> Run:
     """Runs steps of a plan. Parameters that this rank does not hold are NaN, so that they cannot help. With `order`,
     lanes run in a random interleaving.
@@ -282,7 +284,7 @@ def compare_steps(
         captures = graphs_enabled()
         steps = max(steps, STEPS_WITH_REPLAY) if captures else steps
     traced = traced_on_rank_0(rank, num_ranks, name, device)
-    with mock.patch.object(graph_cache, "STEP_GRAPHS", step_graphs):
+    with mock.patch.multiple(graph_cache, STEP_GRAPHS=step_graphs, REGIONS=regions):
         executor = executor_of(traced, planner, rank, num_ranks, device, chunk_bytes, order)
     names = [parameter.name for parameter in traced.graph.parameters]
     executor.graph_cache.is_enabled = captures
@@ -293,10 +295,12 @@ def compare_steps(
     comparison = Comparison()
     history, expected_history = [], []
     with graphs_on_any_device() if captures and device == "cpu" else nullcontext():
-        for number in steps_alike(traced.workload, steps) if captures else range(steps):
+        for place, number in enumerate(steps_alike(traced.workload, steps) if captures else range(steps)):
             batches = to_device(traced.workload.batches(number), device)
             signatures = {task: signature_of(batch) for task, batch in batches.items()}
-            losses, _ = executor.step(number, batches, signatures, check_losses=number == 0)
+            # The first replay on a GPU is timed, pass by pass.
+            timed = place < STEPS_WITH_REPLAY - 1
+            losses, _ = executor.step(number, batches, signatures, check_losses=number == 0, timed=timed)
             summed = torch.tensor(losses.tolist(), dtype=torch.float64)
             if num_ranks > 1:
                 dist.all_reduce(summed)
@@ -311,5 +315,6 @@ def compare_steps(
         captured=executor.num_captured,
         without_graph=dict(executor.without_graph),
         has_step_graph=executor.has_step_graph,
+        region_sizes=executor.region_sizes,
         most_layers=max(len(handle.chain.layers) for handle in traced.bound.handles.values()),
     )

@@ -3,6 +3,7 @@ tokens."""
 
 from __future__ import annotations
 
+import multiprocessing
 import random
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -25,7 +26,7 @@ from spindle.train import item_parts, microbatches, plan
 from trainings import Training
 from zoo import Workload
 
-WIDTH, HEADS, VOCABULARY, MERGE = 8, 2, 11, 4
+WIDTH, HEADS, VOCABULARY, MERGE = 12, 6, 11, 4
 IMAGE_TOKEN, SOUND_TOKEN = 0, 1
 
 
@@ -70,6 +71,25 @@ class Encoder(nn.Module):
         for block in self.blocks:
             x_PD, lengths = block(x_PD, lengths)
         return self.merge(x_PD.reshape(-1, MERGE * WIDTH))
+
+
+def qwen2_encoder() -> nn.Module:
+    """The encoder of Qwen2-VL, small. It splits packed sequences by the lengths of images, on the host."""
+    from transformers import Qwen2VLConfig
+    from transformers.models.qwen2_vl.modeling_qwen2_vl import Qwen2VisionTransformerPretrainedModel
+
+    config = Qwen2VLConfig(
+        vision_config={
+            "depth": 2,
+            "embed_dim": 24,
+            "hidden_size": WIDTH,
+            "num_heads": 6,
+            "mlp_ratio": 2,
+            "patch_size": 2,
+        }
+    ).vision_config
+    config._attn_implementation = "sdpa"
+    return Qwen2VisionTransformerPretrainedModel(config)
 
 
 class Language(nn.Module):
@@ -134,12 +154,18 @@ def vlm(
     mean: bool = True,
     counts: bool = False,
     audio: bool = False,
+    hugging_face: bool = False,
+    detached: bool = False,
+    recompute: bool = False,
 ) -> Workload:
     """A vision-language model. With `counts`, batches differ in how many tokens their loss counts, and say so a step
-    ahead; with `audio`, recordings pass an encoder of their own and the same projector."""
+    ahead; with `audio`, recordings pass an encoder of their own and the same projector; with `hugging_face`, the
+    encoder is that of Qwen2-VL; `detached` images get no gradient, though their encoder is trained."""
     torch.manual_seed(3)
+    patch_size = 24 if hugging_face else 3
+    encoder = qwen2_encoder() if hugging_face else Encoder(num_layers[0], patch_size, is_per_item)
     modules = {
-        "vision": Encoder(num_layers[0], 3, is_per_item).double(),
+        "vision": encoder.double(),
         "projector": nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.GELU(), nn.Linear(WIDTH, WIDTH)).double(),
         "embed": nn.Embedding(VOCABULARY, WIDTH).double(),
         "language": Language(num_layers[1]).double(),
@@ -147,15 +173,24 @@ def vlm(
     }
     for name in freezes:
         modules[name].requires_grad_(False)
-    handles = {name: spindle.module(name, module) for name, module in modules.items()}
+    handles = {
+        name: spindle.module(name, module, activation_checkpointing=recompute and name == "vision")
+        for name, module in modules.items()
+    }
     vision, projector, embed, language = (handles[name] for name in ("vision", "projector", "embed", "language"))
-    items = {"patches": "lengths", **({"frames": "frame_lengths"} if audio else {})}
+    items: dict[str, Any] = {"patches": "lengths"}
+    items |= {"frames": "frame_lengths"} if audio else {}
+    items |= {"grid": 1} if hugging_face else {}
 
     @spindle.task(batch_size=rows, items=items, tokens=counted if counts else None)
     def describe(batch):
         x = embed(batch["ids"])
         if batch.get("patches") is not None:
-            seen = projector(vision(batch["patches"], batch["lengths"]))
+            if hugging_face:
+                seen = projector(vision(batch["patches"], grid_thw=batch["grid"]).pooler_output)
+            else:
+                seen = projector(vision(batch["patches"], batch["lengths"]))
+            seen = seen.detach() if detached else seen
             x = x.masked_scatter((batch["ids"] == IMAGE_TOKEN)[..., None], seen)
         if audio and batch["frames"] is not None:
             heard = projector(handles["hearing"](batch["frames"], batch["frame_lengths"]))
@@ -167,7 +202,9 @@ def vlm(
         return spindle.mean(losses.sum(), losses.shape[0]) if mean else losses.mean()
 
     def batches(number: int) -> Any:
-        batch = vlm_batch(number, rows, IMAGES[images](number))
+        batch = vlm_batch(number, rows, IMAGES[images](number), patch_size=patch_size)
+        if hugging_face and "lengths" in batch:
+            batch["grid"] = torch.tensor([(1, 2, length // 2) for length in batch["lengths"].tolist()])
         if counts and number % 2:
             batch["labels"][:, number % 5 :] = 0  # nothing is left in every tenth
         return {"describe": with_sound(batch, number) if audio else batch}
@@ -253,6 +290,12 @@ class Pages:
         return sample
 
 
+def with_processes(function: Callable[..., Any], *arguments: Any, **options: Any) -> Any:
+    """Calls a function on a rank of the pool, a daemon, which could not have processes of its own otherwise."""
+    with mock.patch.dict(multiprocessing.current_process()._config, daemon=False):  # type: ignore[attr-defined]
+        return function(*arguments, **options)
+
+
 def pages(**options: Any) -> Any:
     sources = {"web": Pages("web", 13, 2), "scans": Pages("scans", 7, 4, gets_items=False)}
     mix = {"web": 3, "scans": lambda step: 1 + step}
@@ -277,6 +320,9 @@ class PlansInProcess:
             raise answer.error
         return answer.program, True
 
+    def is_final(self, number: int) -> bool:
+        return True
+
     def keep(self, numbers: Any) -> None:
         """Nothing is searched any more."""
 
@@ -285,19 +331,27 @@ class PlansInProcess:
 
 
 @contextmanager
-def random_parts(seed: int) -> Iterator[None]:
-    """Inside, layouts are drawn at random, items are grouped into random parts, and parts stand on random devices."""
+def random_parts(seed: int, sequence_degree: int = 1) -> Iterator[list[int]]:
+    """Inside, layouts are drawn at random, items are grouped into random parts, and parts stand on random devices. With
+    a `sequence_degree`, encoders are on all ranks, the longest item of a batch is a part of its own, and every part
+    that may goes to a random sequence group of so many. Yields the degrees that were planned so far."""
+    planned: list[int] = []
 
     def parts_of_group(group: Any, code: Any, batch: Any, part_tokens: int) -> list[list[int]]:
         known = item_parts.item_code(code[group[0]])
         num_items = known.num_items(batch.nest, batch.lengths)
         choose = random.Random(f"{seed} {sorted(batch.lengths.items())}")
         items = choose.sample(range(num_items), num_items)
+        if sequence_degree > 1 and num_items:
+            longest = max(items, key=lambda item: batch.lengths[known.length_entry][item])
+            items.remove(longest)
+            bounds = sorted({0, len(items), *(choose.randrange(num_items) for _ in range(choose.randrange(3)))})
+            return [[longest], *(items[first:last] for first, last in pairwise(bounds))]
         bounds = sorted({0, num_items, *(choose.randrange(num_items) for _ in range(choose.randrange(4)))})
         return [items[first:last] for first, last in pairwise(bounds)]
 
     def choose_layout(
-        workload: Any, profile: Any, config: Any, num_ranks: int, measured: Any, sample: Any
+        workload: Any, profile: Any, config: Any, num_ranks: int, measured: Any, sample: Any, shards: bool | None
     ) -> tuple[Any, int]:
         variants = list(workload.bound.tasks)
         key = tuple(((name, 2, 0),) for name in variants)
@@ -307,12 +361,19 @@ def random_parts(seed: int) -> Iterator[None]:
         step = microbatches.step_graph(
             key, profile, workload.code, scales, None, dict.fromkeys(variants, 1), batches, settings
         )
-        layouts = layouts_with(step.profile, num_ranks, (REPLICATED, DEDICATED, FIRST), shards_optimizer=False)
+        placements = (REPLICATED, DEDICATED, FIRST) if sequence_degree == 1 else (REPLICATED,)
+        layouts = layouts_with(step.profile, num_ranks, placements, shards is not False)
         return random.Random(seed).choice(layouts), 1
 
     def assigned_parts(profile: Any, layout: Any, replica: Any, *rules: Any) -> list[tuple[int, int]]:
         choose = random.Random(seed + len(replica.parts))
-        return [(choose.choice(ranks_of_whole(layout, part.chain)), 1) for part in replica.parts]
+        assigned = []
+        for part in replica.parts:
+            ranks = ranks_of_whole(layout, part.chain)
+            degree = sequence_degree if sequence_degree in part.stages else 1
+            assigned.append((choose.choice(ranks[: len(ranks) - degree + 1]), degree))
+        planned.extend(degree for _, degree in assigned)
+        return assigned
 
     with (
         mock.patch.object(microbatches, "parts_of_group", parts_of_group),
@@ -320,4 +381,4 @@ def random_parts(seed: int) -> Iterator[None]:
         mock.patch.object(planner, "assigned_parts", assigned_parts),
         mock.patch.object(microbatches, "BackgroundPlanner", PlansInProcess),
     ):
-        yield
+        yield planned

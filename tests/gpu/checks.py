@@ -11,12 +11,17 @@ from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
+from spindle.models import sequence_attention
+from spindle.program import slice_bounds
 from spindle.run.flat_collectives import start_all_gather, start_reduce_scatter
+from spindle.run.sequence_parallel import SequenceParallelGroup
 from spindle.run.world import World
 
 FLOATS = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
@@ -130,6 +135,48 @@ def check_scattering(device: torch.device) -> None:
             into(again, torch.stack(table[rank]).view(-1))
             same(ours, expected, (dtype, size))
             same(again, expected, (dtype, size))
+
+
+def check_all_to_all(device: torch.device) -> None:
+    rank, num_ranks = dist.get_rank(), dist.get_world_size()
+    for dtype in ALL:
+        for size in sizes_on(device, dtype):
+            # What rank r has for rank s; of a large one, chunk by chunk.
+            given = torch.stack([values(rank, size, dtype, device, seed=peer) for peer in range(num_ranks)])
+            received = torch.full_like(given, 1)
+            dist.all_to_all_single(received, given)
+            expected = torch.stack([values(peer, size, dtype, device, seed=rank) for peer in range(num_ranks)])
+            same(received, expected, (dtype, size))
+    sizes = [2, *[1] * (num_ranks - 1)]
+    buffers = [torch.zeros(sum(sizes), device=device) for _ in range(2)]
+    with pytest.raises(ValueError, match="parts of one size"):
+        dist.all_to_all_single(*buffers, sizes, sizes)
+
+
+def check_attention_of_a_sequence_group(device: torch.device) -> None:
+    """Slices of different lengths, on ranks in another order than that of a process group: outputs and gradients are
+    those of the whole sequence."""
+    rank, num_ranks = dist.get_rank(), dist.get_world_size()
+    ranks = (*range(1, num_ranks), 0)
+    group = SequenceParallelGroup(World(rank, num_ranks, device), ranks)
+    bounds = slice_bounds(4 * num_ranks + 3, num_ranks)
+    generator = torch.Generator().manual_seed(3)
+
+    def made(*shape: int) -> torch.Tensor:
+        return torch.randn(shape, generator=generator, dtype=torch.float64).to(device)
+
+    heads, own = 2 * num_ranks, slice(bounds[group.group_rank], bounds[group.group_rank + 1])
+    whole = [made(2, heads, bounds[-1], 4).requires_grad_() for _ in range(3)]
+    seed, mask = made(2, heads, bounds[-1], 4), made(heads, bounds[-1], bounds[-1])
+    for options in ({}, {"is_causal": True}, {"attn_mask": mask}, {"attn_mask": mask[0] > 0}):
+        expected = F.scaled_dot_product_attention(*whole, **options)
+        gradients = torch.autograd.grad(expected, whole, seed)
+        slices = [tensor.detach()[:, :, own].requires_grad_() for tensor in whole]
+        with sequence_attention(group, bounds):
+            ours = F.scaled_dot_product_attention(*slices, **options)
+        torch.testing.assert_close(ours, expected[:, :, own], rtol=1e-12, atol=1e-12)
+        for mine, theirs in zip(torch.autograd.grad(ours, slices, seed[:, :, own]), gradients, strict=True):
+            torch.testing.assert_close(mine, theirs[:, :, own], rtol=1e-12, atol=1e-12)
 
 
 def check_parts_of_a_flat_tensor(device: torch.device) -> None:

@@ -1,27 +1,33 @@
 """Lanes on one GPU with random delays: python tests/gpu/lanes.py [--runs 200] [--budget-s 180] [--kinds weight,plain]
+                                       [--ranks 2,3]
 
 Random workloads under random lane plans, with weight gradients on lanes of their own (`weight`, in one graph for the
-step; `slots`, in one for each pass) and without (`plain`), step by step and in CUDA graphs, against one process:
-float64 to 1e-9, half of the runs in float32 to 1e-5. Before each instruction its lane sleeps for a random time, so that
-whatever an event should order comes in another order where it is missing. Before each step the gradients and losses
-that graphs write are NaN, and so is all other memory of graphs (`--poison pools`).
+step or for each region; `slots`, in one for each pass) and without (`plain`), in CUDA graphs or without any (`eager`),
+against one process: float64 to 1e-9, half of the runs in float32 to 1e-5. Before each instruction its lane sleeps for a
+random time, so that whatever an event should order comes in another order where it is missing. Before each step the
+gradients and losses that graphs write are NaN, and so is all other memory of graphs (`--poison pools`).
+
+With `--ranks`, so many processes share the GPU under NCCL and MPS, each with lanes of its own.
 
 To show that this notices a race, runs are repeated with one dependency between lanes left out whose producer comes late
-(an edge of the step's graph, or an event between graphs of passes), with no dependency at all, and with what weight
-gradients read released early: at least one run of each kind must fail.
+(an edge of the step's graph, or an event between graphs of passes), with communication that does not wait for what it
+sends, with no dependency at all, and with what weight gradients read released early: at least one run of each kind must
+fail.
 """
 
 from __future__ import annotations
 
 import argparse
 import math
+import os
 import random
 import sys
 import time
 import traceback
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -32,6 +38,7 @@ for folder in (HERE.parent, HERE.parent.parent / "src"):
 
 import torch  # noqa: E402
 
+from backends import GRAPHS_VARIABLE, on_gpu  # noqa: E402
 from lane_races import LeftOut, edge_left_out  # noqa: E402
 from programs import compare_steps  # noqa: E402
 from spindle.run import Executor  # noqa: E402
@@ -60,7 +67,7 @@ def delays(seed: int) -> Iterator[None]:
         yield
 
 
-def without_events() -> Any:
+def without_events(seed: int) -> Any:
     """Inside, no lane waits for another."""
     made = Lanes.__init__
 
@@ -72,10 +79,10 @@ def without_events() -> Any:
 
 
 @contextmanager
-def lost_race(seed: int) -> Iterator[LeftOut]:
+def lost_race(seed: int, *, of_communication: bool = False) -> Iterator[LeftOut]:
     """Inside, one instruction does not wait for another, which begins when all that does not wait for it has ended."""
     undelayed = Lanes.on_stream_of
-    with edge_left_out(seed) as left_out:
+    with edge_left_out(seed, of_communication=of_communication) as left_out:
 
         @contextmanager
         def delayed(lanes: Lanes, position: int) -> Iterator[None]:
@@ -88,8 +95,13 @@ def lost_race(seed: int) -> Iterator[LeftOut]:
             yield left_out
 
 
+def sent_early(seed: int) -> Any:
+    """Inside, a transfer or a reduction does not wait for what it sends."""
+    return lost_race(seed, of_communication=True)
+
+
 @contextmanager
-def released_early() -> Iterator[None]:
+def released_early(seed: int) -> Iterator[None]:
     """Inside, what weight gradients read is not held: others get its memory while they may still read it."""
     run = Graphs.backward_weights
 
@@ -150,23 +162,90 @@ def poisoned(*, pools: bool) -> Iterator[None]:
         yield
 
 
-COUNTS: Counter[str] = Counter()  # of runs, by how they ran
-
-
 def dtype_of(seed: int) -> str:
     return "float32" if seed // 3 % 2 else "float64"
 
 
-def largest_error(seed: int, kind: str, *, pools: bool = False) -> float:
-    """The largest error of a run, as a multiple of what is tolerated. Only runs that are meant to succeed have their
-    memory filled: indices that are never written would end the process."""
-    plan = f"plan {seed} lanes" if kind == "plain" else f"plan {seed} weight lanes"
-    with delays(seed), poisoned(pools=pools):
-        workload = f"{'float32 ' * (dtype_of(seed) == 'float32')}random {seed % NUM_WORKLOADS}"
-        run = compare_steps(0, 1, workload, plan, 5, device="cuda", step_graphs=kind != "slots")
-    COUNTS["whole steps" if run.has_step_graph else "slots" if run.captured else "eager"] += 1
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RankRun:
+    """What one rank reports of a run: its largest error, as a multiple of what is tolerated, and how it ran."""
+
+    error: float
+    how: str
+    has_fault: bool  # whether the fault of the run could be made on this rank
+    refused: Mapping[str, str]
+
+
+FAULTS: dict[str, Callable[[int], Any]] = {
+    "": lambda seed: nullcontext(),
+    "what weight gradients read released early": released_early,
+    "one dependency left out": lost_race,
+    "communication that does not wait for what it sends": sent_early,
+    "no event between lanes": without_events,
+}
+
+
+def run_on_rank(rank: int, num_ranks: int, seed: int, kind: str, pools: bool, fault: str) -> RankRun:
+    """One rank of a run. Only runs that are meant to succeed have their memory filled: indices that are never written
+    would end the process."""
+    torch.backends.cudnn.allow_tf32 = False
+    plan = f"plan {seed} weight lanes" if kind in ("weight", "slots") else f"plan {seed} lanes"
+    workload = f"{'float32 ' * (dtype_of(seed) == 'float32')}random {seed % NUM_WORKLOADS}"
+    graphs = {GRAPHS_VARIABLE: "off" if kind == "eager" else "on"}
+    device = None if on_gpu() else "cuda"  # that of the pool, where there is one
+    with (
+        mock.patch.dict(os.environ, graphs),
+        FAULTS[fault](seed) as left_out,
+        delays(seed + 1000 * rank),
+        poisoned(pools=pools and not fault),
+    ):
+        together = kind != "slots"
+        run = compare_steps(rank, num_ranks, workload, plan, 7, device=device, step_graphs=together, regions=together)
     errors = [error for error, _ in run.comparison.largest.values()]
-    return math.inf if any(map(math.isnan, errors)) else max(errors) / TOLERANCES[dtype_of(seed)]
+    return RankRun(
+        error=math.inf if any(map(math.isnan, errors)) else max(errors) / TOLERANCES[dtype_of(seed)],
+        how="whole steps"
+        if run.has_step_graph
+        else "regions"
+        if run.region_sizes
+        else "slots"
+        if run.captured
+        else "eager",
+        has_fault=not isinstance(left_out, LeftOut) or left_out.edge is not None,
+        refused=run.without_graph,
+    )
+
+
+class Runs:
+    """Runs in this process, or on ranks of a pool."""
+
+    def __init__(self, ranks: Sequence[int], pool: Any) -> None:
+        self._ranks, self._pool = ranks, pool
+        self.counts: Counter[str] = Counter()  # by how they ran
+
+    def num_ranks(self, seed: int) -> int:
+        return self._ranks[seed % len(self._ranks)]
+
+    def run(self, seed: int, kind: str, *, pools: bool = False, fault: str = "") -> tuple[float, bool]:
+        """The largest error of a run, and whether its fault was made on any rank."""
+        arguments = seed, kind, pools, fault
+        if self._pool is None:
+            answers = [run_on_rank(0, 1, *arguments)]
+        else:
+            answers = self._pool.run(self.num_ranks(seed), run_on_rank, *arguments)
+        self.counts[answers[0].how] += 1
+        return max(answer.error for answer in answers), any(answer.has_fault for answer in answers)
+
+    def is_alive(self) -> bool:
+        """Whether CUDA has met no error that stays. A pool starts its processes anew."""
+        if self._pool is not None:
+            return True
+        try:
+            torch.cuda.synchronize()
+        except Exception as error:
+            print(f"CUDA has failed: {str(error).splitlines()[0]}", flush=True)
+            return False
+        return True
 
 
 def main() -> int:
@@ -174,11 +253,30 @@ def main() -> int:
     parser.add_argument("--runs", type=int, default=200)
     parser.add_argument("--first", type=int, default=0, help="the seed of the first run, to resume")
     parser.add_argument("--budget-s", type=float, default=math.inf)
-    parser.add_argument("--kinds", default="weight,slots,plain")
+    parser.add_argument("--kinds", help="of weight, slots, plain, eager")
+    parser.add_argument("--ranks", help="processes under NCCL, several numbers in turn (2,3); without it, this process")
     parser.add_argument("--poison", choices=["pools", "gradients"], default="pools")
     options = parser.parse_args()
-    torch.backends.cudnn.allow_tf32 = False
-    kinds = options.kinds.split(",")
+    if options.ranks is None:
+        kinds = (options.kinds or "weight,slots,plain").split(",")
+        return run_all(Runs([1], None), kinds, options)
+    from gpu.all import environment
+    from pool import Pool
+
+    # The processes of the pool must not find an installed spindle instead of this one.
+    sources = str(HERE.parent.parent / "src")
+    os.environ["PYTHONPATH"] = os.pathsep.join([sources, *filter(None, [os.environ.get("PYTHONPATH")])])
+    ranks = [int(number) for number in options.ranks.split(",")]
+    kinds = (options.kinds or "weight,plain,slots,eager").split(",")
+    with environment("nccl", max(ranks)):
+        pool = Pool()
+        try:
+            return run_all(Runs(ranks, pool), kinds, options)
+        finally:
+            pool.close()
+
+
+def run_all(runs: Runs, kinds: Sequence[str], options: argparse.Namespace) -> int:
     began = time.monotonic()
     errors: dict[tuple[int, str], float] = {}
     for seed in range(options.first, options.first + options.runs):
@@ -186,11 +284,11 @@ def main() -> int:
             break
         kind = kinds[seed % len(kinds)]
         try:
-            errors[seed, kind] = largest_error(seed, kind, pools=options.poison == "pools")
+            errors[seed, kind], _ = runs.run(seed, kind, pools=options.poison == "pools")
         except Exception:
-            print(f"seed {seed} ({kind}):\n{traceback.format_exc()}", flush=True)
+            print(f"seed {seed} ({kind}, {runs.num_ranks(seed)} ranks):\n{traceback.format_exc()}", flush=True)
             errors[seed, kind] = math.inf
-            if not is_cuda_alive():
+            if not runs.is_alive():
                 break
         if errors[seed, kind] > 1:
             print(f"seed {seed} ({kind}, {dtype_of(seed)}): {errors[seed, kind]:.2g} tolerances", flush=True)
@@ -203,55 +301,48 @@ def main() -> int:
                 f"{len(of_dtype)} runs in {dtype}: error {max(of_dtype):.2g}, {num_above} above {tolerance:g}",
                 flush=True,
             )
-    print(f"{dict(COUNTS)}; the next one is --first {1 + max(seed for seed, _ in errors)}", flush=True)
-    if not is_cuda_alive():
+    next_seed, time_s = 1 + max(seed for seed, _ in errors), time.monotonic() - began
+    print(f"{dict(runs.counts)} in {time_s:.0f} s; the next one is --first {next_seed}", flush=True)
+    if not runs.is_alive():
         return 1
     chosen = list(errors)[: max(6, len(errors) // 4)]
-    split = [run for run in chosen if run[1] != "plain"]
+    split = [run for run in chosen if run[1] in ("weight", "slots")]
+    faults = [("no event between lanes", chosen)]
+    if options.ranks is None:
+        faults.insert(0, ("what weight gradients read released early", split))
+    else:
+        faults.insert(0, ("communication that does not wait for what it sends", list(errors)))
+    # Where passes are launched together, none of them can be late by itself.
+    apart = [kind for kind in kinds if options.ranks is None or kind in ("slots", "eager")]
+    faults[1:1] = [("one dependency left out", [run for run in errors if run[1] == kind]) for kind in apart]
     noticed = []
-    for what, runs, without in (
-        ("what weight gradients read released early", split, lambda seed: released_early()),
-        *(
-            (f"one dependency left out ({kind})", [run for run in errors if run[1] == kind], lost_race)
-            for kind in kinds
-        ),
-        ("no event between lanes", chosen, lambda seed: without_events()),
-    ):
+    for fault, of_runs in faults:
         left_s = options.budget_s - (time.monotonic() - began)
-        noticed += [is_noticed(what, runs, without, left_s)] if runs and is_cuda_alive() else []
+        noticed += [is_noticed(fault, runs, of_runs, left_s)] if of_runs and runs.is_alive() else []
     return 1 if failed or not all(noticed) else 0
 
 
-def is_cuda_alive() -> bool:
-    """Whether CUDA has met no error that stays."""
-    try:
-        torch.cuda.synchronize()
-    except Exception as error:
-        print(f"CUDA has failed: {str(error).splitlines()[0]}", flush=True)
-        return False
-    return True
-
-
-def is_noticed(what: str, runs: Sequence[tuple[int, str]], without: Callable[[int], Any], left_s: float) -> bool:
-    """Whether a run fails inside `without`."""
-    noticed, began = [], time.monotonic()
-    for seed, kind in runs:
+def is_noticed(fault: str, runs: Runs, of_runs: Sequence[tuple[int, str]], left_s: float) -> bool:
+    """Whether a run fails with a fault."""
+    noticed: list[bool] = []
+    began = time.monotonic()
+    for seed, kind in of_runs:
         if time.monotonic() - began > left_s or sum(noticed) >= 3:
             break
-        with without(seed) as left_out:
-            try:
-                is_wrong = largest_error(seed, kind) > 1
-                if isinstance(left_out, LeftOut) and left_out.edge is None:
-                    continue  # no lane of this plan waits for another
-                noticed.append(is_wrong)
-            except Exception as error:  # an index out of range, for example, made of memory not written yet
-                print(f"seed {seed} with {what}: {type(error).__name__}: {str(error).splitlines()[0]}", flush=True)
-                noticed.append(True)
-                if "CUDA error" in str(error):
-                    break
-    print(f"{what}: {sum(noticed)} of {len(noticed)} runs fail, expected at least one", flush=True)
+        try:
+            error, has_fault = runs.run(seed, kind, fault=fault)
+            noticed += [error > 1] if has_fault else []  # else no lane of this plan waits for another
+        except Exception as error:  # an index out of range, for example, made of memory not written yet
+            print(f"seed {seed} with {fault}: {type(error).__name__}: {str(error).splitlines()[0]}", flush=True)
+            noticed.append(True)
+            if "CUDA error" in str(error):
+                break
+    kinds = ", ".join(sorted({kind for _, kind in of_runs}))
+    print(f"{fault} ({kinds}): {sum(noticed)} of {len(noticed)} runs fail, expected at least one", flush=True)
     return any(noticed)
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    from gpu import lanes  # by this name, processes of a pool find it
+
+    sys.exit(lanes.main())

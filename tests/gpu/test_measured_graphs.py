@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
+
 import pytest
 import torch
 from torch import nn
@@ -34,3 +37,29 @@ def test_a_backward_pass_can_be_replayed_without_its_forward_pass():
         gradients.append([buffer.clone() for buffer in passes.buffers])
     for again in gradients[1:]:
         assert all(map(torch.equal, gradients[0], again))
+
+
+COPIES = """
+import torch
+from torch import nn
+from spindle.measure.contention import measure_contention
+from spindle.measure.timing import Work
+
+device = torch.device("cuda")
+works = []
+for _ in range(4):
+    layers = nn.Sequential(*(
+        nn.TransformerEncoderLayer(1024, 16, 4096, dropout=0.0, batch_first=True, norm_first=True) for _ in range(3)
+    )).to(device, torch.bfloat16)
+    x = torch.randn(64, 257, 1024, device=device, dtype=torch.bfloat16, requires_grad=True)
+    run = lambda layers=layers, x=x: layers(x)
+    works.append(Work(run=run, leaves=(x,), parameters=tuple(layers.parameters()), device=device, is_graphed=True))
+contention, _ = measure_contention(works)
+print(contention)
+"""
+
+
+def test_large_layers_that_are_replayed_at_the_same_time_do_not_wait_for_each_other():
+    """In a process of its own, because kernels that wait forever cannot be ended otherwise."""
+    answer = subprocess.run([sys.executable, "-c", COPIES], capture_output=True, text=True, timeout=90, check=True)
+    assert "Contention" in answer.stdout

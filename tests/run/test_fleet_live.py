@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import http.client
 import json
 import os
+import re
 import resource
 import signal
 import sqlite3
@@ -24,9 +26,10 @@ from live_fleets import (
 )
 from spindle.cli.main import run
 from spindle.errors import InputError
-from spindle.fleet import Draining, NodeLost, Resize, Start, Started
+from spindle.fleet import Draining, Estimated, NodeLost, Resize, Start, Started, Submitted
 from spindle.fleet.event_log import replay
 from spindle.fleet.machines import ray_island
+from spindle.fleet.store import Store
 
 pytest.importorskip("ray", reason="live fleets need Ray: pip install 'spindle-train[fleet]'")
 pytestmark = [
@@ -43,7 +46,7 @@ def fleet(tmp_path_factory):
     """Three nodes with four devices. Tests use it one after the other, each with jobs of its own."""
     folder = tmp_path_factory.mktemp("fleet")
     machines = fleet_file(folder / "fleet.toml", a100=(1, 1), l40s=(2,))
-    fleet = LiveTestFleet(folder, str(machines), "--interval", "1", "--reallocation", "1")
+    fleet = LiveTestFleet(folder, str(machines), "--interval", "1", "--reallocation", "1", "--view")
     try:
         fleet.up()
         yield fleet
@@ -64,6 +67,25 @@ def expected(tmp_path_factory):
 
 def is_same(folder: Path, expected) -> bool:
     return largest_difference(weights_of(folder), expected) < 1e-9
+
+
+def test_up_serves_its_report_on_this_machine_until_it_ends(fleet):
+    match = fleet.wait(lambda: re.search(r"view: http://127\.0\.0\.1:(\d+)/", fleet.output()), "the address is shown")
+
+    def page() -> bytes:
+        connection = http.client.HTTPConnection("127.0.0.1", int(match[1]), timeout=30)
+        try:
+            connection.request("GET", "/")
+            return connection.getresponse().read()
+        except OSError:
+            return b""
+        finally:
+            connection.close()
+
+    assert b"No job was submitted yet" in page()
+    fleet.kill_scheduler()
+    fleet.wait(lambda: not page(), "nothing listens there")
+    fleet.up()
 
 
 def test_training_continues_without_a_scheduler_and_the_next_one_adopts_it(fleet, expected):
@@ -117,6 +139,22 @@ def test_a_killed_rank_is_resumed_and_a_drained_node_is_left(fleet, expected):
     assert is_same(folder, expected)
 
 
+def test_a_job_resumes_from_memory_while_its_node_lives(fleet, expected):
+    arguments = (*PAUSED, "--every", "1000", "--memory-every", "1")
+    folder = fleet.submit("remembered", STEPS, *arguments, options=("--kinds", "l40s", "--count", "2"))
+    line = fleet.wait_for_step(folder, 8)
+    os.kill(line["pid"], signal.SIGKILL)
+    fleet.wait_for_step(folder, 0, attempt=2)
+    steps = {
+        number: [line["step"] for line in steps_of(folder) if line.get("attempt") == number and "step" in line]
+        for number in (1, 2)
+    }
+    assert not list((folder / "saved").glob("step-*"))  # nothing is on disk
+    assert steps[2][0] in (steps[1][-1], steps[1][-1] + 1)
+    assert fleet.wait_for_end("remembered") == "completed"
+    assert is_same(folder, expected)
+
+
 def test_a_script_that_fails_at_the_same_step_again_has_failed_with_its_traceback(fleet):
     fleet.submit("broken", STEPS, "--raise-at", "7", options=("--count", "1"))
     assert fleet.wait_for_end("broken") == "failed"
@@ -158,6 +196,74 @@ def test_a_job_is_stopped_with_a_checkpoint_and_resumed_and_the_fleet_goes_down_
     assert is_same(folder, expected)
     steps = [line["step"] for line in steps_of(folder) if "step" in line]
     assert len(steps) - len(set(steps)) <= 4  # reports in flight; no step was trained twice but those
+
+
+def test_a_job_runs_under_a_plan_made_from_its_measured_profile(fleet, expected):
+    profile = fleet.folder / "profile.json"
+    scratch = str(fleet.folder / "unused")
+    assert run(["profile", "-n", "2", "-o", str(profile), str(SCRIPT), scratch, str(STEPS)]) == 0
+    options = ("--count", "1", "--kinds", "a100", "--profile", f"a100={profile}")
+    folder = fleet.submit("measured", STEPS, options=options)
+    assert fleet.wait_for_end("measured") == "completed"
+    assert is_same(folder, expected)
+    with Store.open(fleet.store_path) as store:
+        _, used = store.plan("measured", store.attempts()[-1].cell)
+    assert json.loads(used)["measured_on"] == json.loads(profile.read_text())["measured_on"]
+    last = next(line for line in steps_of(folder) if line.get("ended"))
+    assert last["cluster"] == "2 processes on this machine"  # of the profile: this one process measured nothing
+
+
+def test_a_job_whose_task_ends_is_estimated_and_planned_anew(fleet):
+    folder = fleet.folder / "changing"
+    folder.mkdir()
+    script = SCRIPT.parent / "changing_job.py"
+    options = ("--name", "changing", "--kinds", "a100", "--count", "1")
+    code, text = fleet.call("submit", *options, str(script), str(folder), "400", "8", "--pause", "0.1")
+    assert code == 0, text
+    fleet.wait_for_step(folder, 9)
+
+    def estimated() -> list[Estimated]:
+        events = [event for event, _ in fleet.log().entries]
+        return [event for event in events if isinstance(event, Estimated) and event.job == "changing"]
+
+    fleet.wait(lambda: any(event.replaces for event in estimated()), "its new workload is reported")
+    fleet.wait(lambda: not estimated()[-1].replaces, "its cell is planned anew")
+    *_, changed, planned = estimated()
+    before = next(event for event, _ in fleet.log().entries if isinstance(event, Submitted) and is_job(event))
+    assert [estimate.grade for estimate in changed.estimates] == ["bound"]
+    assert planned.estimates[0].grade == "planned"
+    assert planned.estimates[0].step_s < before.estimates[0].step_s  # one task less
+    with Store.open(fleet.store_path) as store:
+        submission = store.submission("changing")
+        plan, _ = store.plan("changing", planned.estimates[0].cell)
+    assert [task["name"] for task in submission.workload["tasks"]] == ["first"]
+    assert "second" not in plan
+    assert fleet.call("stop", "changing")[0] == 0
+    fleet.wait(lambda: fleet.job("changing")["phase"] == "suspended", "it is stopped")
+    assert not replay(fleet.log()).difference
+
+
+def is_job(event: Submitted) -> bool:
+    return event.job.name == "changing"
+
+
+def test_two_small_jobs_run_at_once_on_shares_of_one_device(tmp_path, expected):
+    machines = fleet_file(tmp_path / "fleet.toml", h200=(1,))
+    machines.write_text(f"{machines.read_text()}\nshares = 2\n")
+    shared = LiveTestFleet(tmp_path, str(machines), "--interval", "1", "--reallocation", "1")
+    try:
+        shared.up()
+        folders = [shared.submit(name, STEPS, "--pause", "0.5") for name in ("first", "second")]
+        for folder in folders:
+            shared.wait_for_step(folder, 2)
+        shared.wait(lambda: all(job["phase"] == "running" for job in shared.status()["jobs"]), "both jobs run")
+        jobs = shared.status()["jobs"]
+        assert [(job["cell"], job["nodes"]) for job in jobs] == [("1 x H200-SXM/2", ["node0"])] * 2
+        for name, folder in zip(("first", "second"), folders, strict=True):
+            assert shared.wait_for_end(name) == "completed"
+            assert is_same(folder, expected)
+    finally:
+        shared.down()
 
 
 def test_any_command_runs_with_step_times_given_by_hand(fleet):

@@ -8,6 +8,7 @@ import re
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Sequence
 
@@ -105,6 +106,14 @@ def test_nobody_is_lost_while_all_beat_and_when_they_leave(ranks):
     time.sleep(1.2 * SILENT_S)
     ranks.beats[0].leave()
     assert ranks.said.empty()
+
+
+def test_a_rank_that_has_left_has_no_thread_that_could_abort_its_exit(ranks):
+    before = set(threading.enumerate())
+    ranks.start()
+    for beat in reversed(ranks.beats):
+        beat.leave()
+    assert set(threading.enumerate()) <= before
 
 
 def test_behind_a_host_that_left_the_next_one_is_watched(ranks):

@@ -71,6 +71,25 @@ def test_a_model_is_cut_and_has_the_numbers_of_the_unsplit_model(name):
     assert used >= {id(parameter) for path, parameter in model.named_parameters() if theirs[path] is not None}
 
 
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize(
+    ("name", "asked"),
+    [("Llama", ["attentions"]), ("Mixtral", ["hidden_states"]), ("Mixtral", ["attentions", "router_logits"])],
+)
+def test_tensors_made_inside_blocks_are_outputs_of_their_layers(name, asked):
+    model = hugging.without_cache(hugging.made(name))
+    model.set_attn_implementation("eager")  # which returns attention weights
+    options = {f"output_{each}": True for each in asked}
+    chain = chain_of(model, **hugging.batch_of(name, ROWS, LENGTH), **options)
+    assert len(chain.layers) == 5, chain.reason
+    batch = {**hugging.batch_of(name, *ELSEWHERE[0]), **options}
+    loss, gradients, output = loss_and_gradients(chain, model, batch)
+    expected, theirs, plain = loss_and_gradients(model, model, batch)
+    assert all(len(output[each]) == len(plain[each]) >= 3 for each in asked)
+    assert torch.allclose(loss, expected, rtol=1e-12)
+    assert all(torch.allclose(gradients[path], theirs[path], rtol=1e-9, atol=1e-12) for path in theirs)
+
+
 def llama(**settings):
     torch.manual_seed(0)
     return hf.LlamaForCausalLM(hf.LlamaConfig(**hugging.GROUPED, **settings)).double()

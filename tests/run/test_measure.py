@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from dataclasses import replace
 from unittest import mock
 
@@ -11,18 +12,21 @@ import pytest
 torch = pytest.importorskip("torch")
 
 from torch import nn  # noqa: E402
+from torch._subclasses.fake_tensor import FakeTensor  # noqa: E402
 
 import spindle  # noqa: E402
 from backends import rank_device  # noqa: E402
 from preloaded import run_spindle  # noqa: E402
-from spindle.cluster import Link  # noqa: E402
-from spindle.errors import ProfileError  # noqa: E402
+from spindle.cluster import Link, SmGroups  # noqa: E402
+from spindle.errors import ProfileError, TrainingError  # noqa: E402
 from spindle.graph import metagraph_of  # noqa: E402
 from spindle.measure import LayerMeter, machine, measure_layers, measure_update, overlap  # noqa: E402  # noqa: E402
 from spindle.measure.layers import shares  # noqa: E402
+from spindle.measure.links import measure_all_to_all  # noqa: E402
 from spindle.measure.p2p_latency import measure_p2p_latency, p2p_latency_from  # noqa: E402
 from spindle.measure.rank_sync import RankSync  # noqa: E402
 from spindle.measure.rates import rates_from  # noqa: E402
+from spindle.measure.sm_times import measured_sms  # noqa: E402
 from spindle.measure.timing import Work  # noqa: E402
 from spindle.profile import Profile, write_profile  # noqa: E402
 from spindle.run import World  # noqa: E402
@@ -184,6 +188,25 @@ def test_copies_of_layers_that_drop_values_on_the_way_run(monkeypatch):
     assert any(len(set(map(frozenset, copies))) > 1 for copies in weights.values())
 
 
+class PairBlock(Block):
+    """A block that runs on at least two rows of real values."""
+
+    def forward(self, x):
+        if x.shape[0] < 2 and not isinstance(x, FakeTensor):
+            raise ValueError("a row alone")
+        return super().forward(x)
+
+
+def test_shares_on_which_a_layer_does_not_run_are_no_reason_against_lanes():
+    tower = Tower()
+    tower.blocks = nn.ModuleList(PairBlock() for _ in range(5))
+    notices: list[str] = []
+    samples, _ = measured([one_task(tower)], num_devices=4, lanes=True, notify=notices.append)
+    assert samples["a/tower#0[1:6]"].rows == (2, 4)
+    assert not notices
+    assert all(len(sample.contention) == len(sample.rows) for sample in samples.values())
+
+
 def test_copies_that_fail_leave_a_plan_without_lanes(monkeypatch):
     def fail(*_: object, **__: object) -> None:
         raise RuntimeError("no streams here")
@@ -194,6 +217,25 @@ def test_copies_that_fail_leave_a_plan_without_lanes(monkeypatch):
     assert not any(sample.contention for sample in samples.values())
     assert len(notices) == 1
     assert "RuntimeError: no streams here" in notices[0]
+
+
+def test_layers_are_measured_on_sms_that_are_granted():
+    assert measured_sms(SmGroups(group_sms=8, num_groups=15, rest_sms=12)) == [16, 32, 48, 64, 80, 96, 112]
+    assert measured_sms(SmGroups(group_sms=6, num_groups=8)) == [18, 36]
+    assert measured_sms(SmGroups(group_sms=2, num_groups=16)) == [16]
+
+
+def test_sms_that_cannot_be_split_leave_a_plan_without_quotas(monkeypatch):
+    def fail(quotas: object) -> None:
+        raise TrainingError(f"no {quotas} here")
+
+    notices: list[str] = []
+    monkeypatch.setattr("spindle.measure.sm_times.partitions", fail)
+    groups = SmGroups(group_sms=8, num_groups=15, rest_sms=12)
+    samples, _ = measured([one_task(Masked())], lanes=True, sm_groups=groups, notify=notices.append)
+    assert all(sample.contention and sample.sm_times is None for sample in samples.values())
+    assert len(notices) == 1
+    assert re.fullmatch(r"no quotas: measuring .* failed with TrainingError: no \(112,\) here", notices[0])
 
 
 def test_glue_is_timed_with_the_first_layer_and_listed_separately():
@@ -473,3 +515,14 @@ def test_the_latency_of_a_link_is_that_of_a_hand_over(monkeypatch):
     monkeypatch.setattr("spindle.measure.machine.measure_p2p_latency", lambda work, world: 0.5)
     profile = trainer_with(None).prepare(loaders(), progress=False)
     assert profile.cluster.islands[0].link.latency_s == profile.cluster.islands[0].uplink.latency_s == 0.5
+
+
+def measured_exchange(rank, num_ranks):
+    return measure_all_to_all(World(rank, num_ranks, rank_device()))
+
+
+def test_all_ranks_get_one_link_for_all_to_alls(pool):
+    links = pool.run(3, measured_exchange)
+    assert len(set(links)) == 1
+    assert links[0].bytes_per_s > 0
+    assert links[0].collective_s == links[0].latency_s

@@ -182,7 +182,6 @@ def test_what_does_not_fit_is_reported_by_the_planning_process(planning):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"planner": "pipeline", "shard_optimizer": True}, "a sharded optimizer needs the same one in every step"),
         ({"planner": "pipeline", "tensor_parallel_degrees": {"one": 2}}, "run on one device each"),
         ({"pipeline_parallel_degree": 2}, r'pipeline_parallel_degree=2\): requires planner="pipeline"'),
     ],

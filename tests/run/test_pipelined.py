@@ -86,8 +86,9 @@ def test_a_program_that_runs_again_gives_the_numbers_of_one_process(pool):
     assert_same(pool.run(3, run_pipeline, Case(seed=6, num_ranks=3, shares_order=True, steps=3, forms=False)))
 
 
-def test_a_sharded_optimizer_gives_the_numbers_of_one_process(pool):
-    case = Case(seed=8, num_ranks=4, num_replicas=2, shares_order=True, shards=True, steps=3)
+@pytest.mark.parametrize("shares_order", [True, False])
+def test_a_sharded_optimizer_gives_the_numbers_of_one_process(pool, shares_order):
+    case = Case(seed=8, num_ranks=4, num_replicas=2, shares_order=shares_order, shards=True, steps=3)
     assert_same(pool.run(4, run_pipeline, case))
 
 

@@ -9,7 +9,8 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from spindle.measure.cache import Cache, cache_folder  # noqa: E402
+from spindle.measure.cache import Cache, Times, cache_folder  # noqa: E402
+from spindle.profile import Contention, SmTimes  # noqa: E402
 from test_measure import Tower, measured, one_task  # noqa: E402
 
 MACHINE = {"device": "abacus", "torch": "2.13", "busy devices": "1"}
@@ -145,3 +146,38 @@ def test_the_folder_is_the_users(monkeypatch, tmp_path):
     assert cache_folder() == Path("/caches/spindle")
     monkeypatch.setenv("SPINDLE_CACHE", "/mine")
     assert cache_folder() == Path("/mine")
+
+
+CONTENTION = Contention(forward=(0.25, 0.5), backward=(0.5, 0.75), inputs=(0.1, 0.4), weights=(0.2, 0.3))
+
+
+def test_contention_is_found_again_beside_the_times_of_its_layer(cache, notices):
+    point = {"layer": "block", "splits": "True"}
+    cache().store(point, Times(1.0, 2.0))
+    cache().store_contention(point, CONTENTION, 0.4)
+    assert cache().find_contention(point) == (CONTENTION, 0.4)
+    assert cache().find(point) == Times(1.0, 2.0)
+    assert cache().find_contention(point | {"splits": "False"}) is None
+    assert cache(machine=MACHINE | {"device": "another"}).find_contention(point) is None
+    assert cache(fresh=True).find_contention(point) is None
+    assert notices == []
+
+
+def test_times_on_some_of_the_sms_are_found_again(cache, notices):
+    point = {"layer": "linear", "SM groups": "15 of 8"}
+    sm_times = SmTimes(num_sms=(16, 132), forward=(4.0, 1.0), backward=(5.0, 1.0), pressure=(0.1, 0.2))
+    cache().store_contention(point, CONTENTION, 0.4)
+    cache().store_sm_times(point, sm_times)
+    assert cache().find_sm_times(point) == sm_times
+    assert cache().find_contention(point) == (CONTENTION, 0.4)
+    assert cache().find_sm_times(point | {"SM groups": "66 of 2"}) is None
+    assert not notices
+
+
+def test_broken_contention_is_named_and_measured_again(cache, tmp_path, notices):
+    point = {"layer": "block"}
+    cache().store_contention(point, CONTENTION, None)
+    (path,) = files(tmp_path)
+    path.write_text(path.read_text().replace("0.75", "99"))
+    assert cache().find_contention(point) is None
+    assert "fill between 0 and 16" in notices[0]

@@ -92,7 +92,7 @@ NOT_RUN = {
     "python examples/plain/vlm.py": TWINS,
     "pip install 'spindle-train[fleet]'": INSTALLS,
     "ray start --head --labels=spindle-kind=a100": LIVE_FLEET,
-    "spindle fleet up": LIVE_FLEET,
+    "spindle fleet up --view": LIVE_FLEET,
     "spindle fleet up --address 10.0.0.1:6379": LIVE_FLEET,
     "spindle fleet submit --count 1-8 train.py": LIVE_FLEET,
     "spindle fleet submit --count 1-16 train.py": LIVE_FLEET,

@@ -64,9 +64,8 @@ def test_random_legal_plans_give_the_numbers_of_one_process(pool, seed):
 # Without a GPU lanes are orders: here, those that come of running each slot as early as its lane allows.
 @pytest.mark.parametrize("seed", chosen([2, 5, 8], *[0, 1, 3, 4, 6, 7, *range(9, 20)]))
 def test_lanes_give_the_numbers_of_one_process(pool, seed):
-    num_ranks = 1 if on_gpu() else 1 + seed % 3
     plan = f"plan {seed} lanes"
-    assert_same(pool.run(num_ranks, compare_steps, f"random {seed % NUM_RANDOM_WORKLOADS}", plan, STEPS))
+    assert_same(pool.run(1 + seed % 3, compare_steps, f"random {seed % NUM_RANDOM_WORKLOADS}", plan, STEPS))
 
 
 NUM_ORDERS = 20 if RUNS_ALL else 2
@@ -175,38 +174,56 @@ def test_weight_lanes_give_the_same_when_replayed(pool, seed, step_graphs):
     assert not answers[0].has_step_graph or step_graphs
 
 
-def compare_with_late_instruction(rank: int, num_ranks: int, number: int, stays: bool) -> Run:
-    """Whole steps of a plan with weight lanes, as one composed graph, in which one instruction is late. What needs it
-    waits only if the dependency `stays`."""
+# With several ranks, or where not all slots can be captured, passes between messages are launched together.
+@pytest.mark.parametrize("seed", chosen([2, 3, 4], *[0, 1, 7]))
+def test_lanes_of_several_ranks_give_the_same_when_replayed_in_regions(pool, seed):
+    kind = "lanes" if seed % 2 else "weight lanes"
+    arguments = f"random {seed}", f"plan {seed} {kind}", REPLAYED_STEPS, SMALL_CHUNKS
+    answers = pool.run(1 + seed % 3, compare_steps, *arguments, captures=True, step_graphs=False)
+    assert_replayed(answers)
+    assert any(answer.region_sizes for answer in answers)
+
+
+def compare_with_late_instruction(rank: int, num_ranks: int, number: int, stays: bool, step_graphs: bool) -> Run:
+    """Whole steps of a plan with weight lanes, as one composed graph or as regions, in which one instruction is late.
+    What needs it waits only if the dependency `stays`."""
     with edge_left_out(number, stays=stays) as left_out:
         run = compare_steps(
-            rank, num_ranks, "random 4", "plan 4 weight lanes", REPLAYED_STEPS, SMALL_CHUNKS, captures=True
+            rank,
+            num_ranks,
+            "random 4",
+            "plan 4 weight lanes",
+            REPLAYED_STEPS,
+            SMALL_CHUNKS,
+            captures=True,
+            step_graphs=step_graphs,
         )
     assert left_out.edge is not None
-    assert run.has_step_graph
+    assert run.has_step_graph == step_graphs
     return run
 
 
 # Between forward passes, input and weight gradients of a chunk, and backward passes of two slots.
-@pytest.mark.parametrize("number", [2, 4, 12])
-def test_a_dependency_between_lanes_that_is_left_out_is_noticed(pool, number):
+@pytest.mark.parametrize(("number", "step_graphs"), [(2, True), (4, True), (12, True), (2, False)])
+def test_a_dependency_between_lanes_that_is_left_out_is_noticed(pool, number, step_graphs):
     if on_gpu():
         pytest.skip("tests/gpu/lanes.py does this with delays")
-    (answer,) = pool.run(1, compare_with_late_instruction, number, False)
+    (answer,) = pool.run(1, compare_with_late_instruction, number, False, step_graphs)
     errors = [error for error, _ in answer.comparison.largest.values()]
     assert any(not error < 1e-3 for error in errors)
-    assert_same(pool.run(1, compare_with_late_instruction, number, True))
+    assert_same(pool.run(1, compare_with_late_instruction, number, True, step_graphs))
 
 
-def accumulate_over_other_tasks(rank: int, num_ranks: int) -> tuple[bool, list[str]]:
-    """Micro-steps of all tasks, then of one, captured and not. Returns the gradients that differ."""
+def accumulate_over_other_tasks(rank: int, num_ranks: int, plan: str) -> tuple[bool, bool, list[str]]:
+    """Micro-steps of all tasks, then of one, captured and not. Returns whether steps are graphs, and regions, and the
+    gradients that differ."""
     traced = traced_on_rank_0(rank, num_ranks, "random 3", str(rank_device()))
     device = str(rank_device())
     tasks = frozenset(traced.graph.tasks)
     first = min(tasks)
     gradients: list[list[Any]] = []
     for captures in (False, True):
-        executor = executor_of(traced, "plan 3", rank, num_ranks, device)
+        executor = executor_of(traced, plan, rank, num_ranks, device)
         executor.graph_cache.is_enabled = captures
         for path, parameter in traced.bound.parameters.items():
             parameter.data.copy_(traced.weights[path])
@@ -218,7 +235,7 @@ def accumulate_over_other_tasks(rank: int, num_ranks: int) -> tuple[bool, list[s
                 signatures = {task: signature_of(batch) for task, batch in batches.items()}
                 micro_steps = [(batches, signatures), ({first: batches[first]}, {first: signatures[first]})]
                 for micro_step, given in enumerate(micro_steps):
-                    executor.step(number, *given, micro_step=MicroStep(micro_step, 2, tasks))
+                    executor.step(number, *given, micro_step=MicroStep(micro_step, 2, tasks), timed=False)
                 copies = {
                     path: None if parameter.grad is None else parameter.grad.clone()
                     for path, parameter in traced.bound.parameters.items()
@@ -231,11 +248,13 @@ def accumulate_over_other_tasks(rank: int, num_ranks: int) -> tuple[bool, list[s
         if (expected is None) != (captured[path] is None)
         or (expected is not None and not torch.allclose(expected, captured[path], rtol=1e-9, atol=1e-12))
     ]
-    return executor.has_step_graph, different
+    return executor.has_step_graph, bool(executor.region_sizes), different
 
 
-def test_gradients_of_tasks_that_a_captured_micro_step_leaves_out_stay(pool):
-    assert pool.run(1, accumulate_over_other_tasks) == [(True, [])]
+@pytest.mark.parametrize(("num_ranks", "plan"), [(1, "plan 3"), (2, "plan 3 weight lanes")])
+def test_gradients_of_tasks_that_a_captured_micro_step_leaves_out_stay(pool, num_ranks, plan):
+    kind = (True, False) if num_ranks == 1 else (False, True)
+    assert pool.run(num_ranks, accumulate_over_other_tasks, plan) == [(*kind, [])] * num_ranks
 
 
 def test_a_step_that_cannot_be_one_graph_has_one_for_each_slot(pool):

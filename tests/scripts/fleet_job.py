@@ -1,9 +1,11 @@
 """A small training for tests of live fleets: two tasks that share a module, in float64.
 
-fleet_job.py FOLDER STEPS [--pause SECONDS] [--raise-at STEP] [--size N] [--every N]
+fleet_job.py FOLDER STEPS [--pause SECONDS] [--raise-at STEP] [--size N] [--every N] [--memory-every N]
 
-Checkpoints go to FOLDER/saved, and at the end the weights to FOLDER/final.npz. Each rank 0 appends a line for each of
-its steps to FOLDER/steps.jsonl, and one for its start: whether it has measured layers or searched for a plan.
+Checkpoints go to FOLDER/saved, and at the end the weights to FOLDER/final.npz. Each rank 0 appends lines to
+FOLDER/steps.jsonl: one for its start, one for each of its steps, and one for its end: what it has measured and planned.
+It pauses after each step until there is a file FOLDER/fast. One rank that finds FOLDER/raise after a step removes it
+and raises; one that finds FOLDER/hang in its optimizer removes it and hangs.
 """
 
 from __future__ import annotations
@@ -27,6 +29,7 @@ parser.add_argument("--pause", type=float, default=0.0)
 parser.add_argument("--raise-at", type=int, default=-1)
 parser.add_argument("--size", type=int, default=16)
 parser.add_argument("--every", type=int, default=5)
+parser.add_argument("--memory-every", type=int, default=None)
 options = parser.parse_args()
 
 torch.set_num_threads(1)
@@ -40,6 +43,15 @@ def note(**values: object) -> None:
     if RANK == 0 and options.folder.is_dir():
         with (options.folder / "steps.jsonl").open("a") as file:
             file.write(json.dumps({"attempt": ATTEMPT, "time_s": time.time(), "pid": os.getpid(), **values}) + "\n")
+
+
+def is_asked_for(what: str) -> bool:
+    """Whether this rank is the one that finds, and removes, a file of this name."""
+    try:
+        os.unlink(options.folder / what)
+        return True
+    except FileNotFoundError:
+        return False
 
 
 def tower() -> nn.Sequential:
@@ -61,6 +73,18 @@ def second(batch):
     return (shared(right(batch["x"])) - batch["y"]).square().mean()
 
 
+taken_steps: list[int] = []
+
+
+class HangingSGD(torch.optim.SGD):
+    """Hangs when it is asked to, not in the first steps, which may take long."""
+
+    def step(self, closure=None):
+        if len(taken_steps) > 2 and is_asked_for("hang"):
+            time.sleep(3600)
+        return super().step(closure)
+
+
 class Rows(torch.utils.data.Dataset):
     def __init__(self, seed: int) -> None:
         generator = torch.Generator().manual_seed(seed)
@@ -76,17 +100,24 @@ class Rows(torch.utils.data.Dataset):
 
 def on_step(step: int, losses: object) -> None:
     note(step=step)
+    taken_steps.append(step)
     if step == options.raise_at:
         raise ValueError(f"step {step} is broken")
-    time.sleep(options.pause)
+    if is_asked_for("raise"):
+        raise ValueError(f"asked to fail in step {step}")
+    if not (options.folder / "fast").exists():
+        time.sleep(options.pause)
 
 
 trainer = spindle.Trainer(
     [first, second],
-    optimizer=lambda parameters: torch.optim.SGD([p for _, p in parameters], lr=0.05, momentum=0.9),
-    checkpoints=spindle.Checkpoints(options.folder / "saved", every=options.every, keep=2),
+    optimizer=lambda parameters: HangingSGD([p for _, p in parameters], lr=0.05, momentum=0.9),
+    checkpoints=spindle.Checkpoints(
+        options.folder / "saved", every=options.every, keep=2, memory_every=options.memory_every
+    ),
 )
-begin_s = time.time()
+if ATTEMPT:
+    note(start=True)
 trainer.fit({"first": Rows(1), "second": Rows(2)}, steps=options.steps, on_step=on_step, progress=False)
 plan = trainer.plan
 note(

@@ -86,6 +86,11 @@ def test_a_changed_source_index_or_mix_is_refused_by_name():
         named.load_state_dict(state)
     with pytest.raises(CheckpointError, match="the state of the data has no 'mix'; expected what state_dict"):
         data.load_state_dict({key: value for key, value in state.items() if key != "mix"})
+    for damaged in ({"step": "x"}, {"draws": -1}, {"carried": [["b", 1]]}, {"carried": [["a", 2]]}, {"carried": [1]}):
+        with pytest.raises(CheckpointError, match="the state of the data is damaged"):
+            data.load_state_dict(state | damaged)
+    with pytest.raises(CheckpointError, match="the state of the data is a NoneType"):
+        data.load_state_dict(None)
 
 
 def test_draws_do_not_depend_on_the_order_in_which_sources_are_named():
@@ -123,7 +128,12 @@ def test_functions_of_a_mix_are_compared_by_code_and_numbers():
         ({"lengths": [3, 1.5]}, r"the lengths of sample 1 are 1.5; expected its tokens, such as 812"),
         ({"lengths": [(3, 2), 4]}, r"the lengths of sample 0 are \(3, 2\); expected"),
         ({"lengths": "none.parquet"}, r"none.parquet: cannot be read as Parquet \(FileNotFoundError"),
-        ({"max_tokens": 0}, r"max_tokens=0\): must be at least 1"),
+        ({"max_tokens": 0}, r"max_tokens=0\): expected a number of tokens, at least 1"),
+        ({"max_tokens": "8"}, r"max_tokens='8'\): expected a number of tokens"),
+        ({"lengths": 7}, r"source 'a': lengths is a int; expected a file, an array, or pairs"),
+        ({"mix": [1]}, r"mix=\[1\]\): expected a dict"),
+        ({"num_workers": -1}, r"num_workers=-1\): expected a number of processes, or 0"),
+        ({"multiprocessing_context": "thread"}, r"multiprocessing_context='thread'\): expected one of fork"),
         ({"too_long": "cut"}, r"too_long='cut'\): expected one of error, truncate, skip"),
         ({"max_tokens": 2, "too_long": "skip"}, r"all samples of 'a' are longer than max_tokens=2"),
     ],

@@ -12,7 +12,7 @@ torch = pytest.importorskip("torch")
 import torch.nn.functional as F  # noqa: E402
 from torch import nn  # noqa: E402
 
-from spindle.errors import WorkloadError  # noqa: E402
+from spindle.errors import GuardError, WorkloadError  # noqa: E402
 from spindle.models import chain_of  # noqa: E402
 from spindle.train import module, probe, record, task, trace_all  # noqa: E402
 from spindle.train.record import cut_all, record_all  # noqa: E402
@@ -287,6 +287,48 @@ def test_tracing_leaves_running_statistics_alone():
     before = {name: value.clone() for name, value in norm.module.state_dict().items()}
     trace_all([normal], {"normal": {"x": X}})
     assert all(torch.equal(value, before[name]) for name, value in norm.module.state_dict().items())
+
+
+def test_an_int_that_is_a_key_is_the_same_for_every_batch():
+    factors = {2: 1.0, 3: 10.0}
+
+    def forward(self, x, number, flag):
+        x = x * factors[number]
+        for block in self.blocks:
+            x = block(x)
+        return x
+
+    tower = Forward(forward).double()
+    chain = chain_of(tower, X, 2)
+    assert len(chain.layers) > 1
+    assert torch.equal(chain(X, 2), tower(X, 2))
+    with pytest.raises(GuardError, match=r"recorded with 2 .* now gets 3: .* spindle.module\(..., split=False\)"):
+        chain(X, 3)
+    handle = module("keyed", tower)
+    given = task(name="given", batch_size=3)(lambda batch: handle(batch, 2).mean())
+    trace_all([given], {"given": X})
+    assert len(handle.chain.layers) > 1
+
+
+@pytest.mark.parametrize("axis", [0, 1])
+def test_a_size_that_is_a_key_may_differ_from_batch_to_batch(axis):
+    factors = {number: float(number) for number in range(20)}
+
+    def forward(self, x, size, flag):
+        for block in self.blocks:
+            x = block(x)
+        return x * factors[size]
+
+    tower = Forward(forward).double()
+    handle = module("sized", tower)
+    sized = task(name="sized", batch_size=3)(lambda batch: handle(batch, batch.shape[axis]).mean())
+    longer = torch.randn(3, 5, WIDTH, dtype=torch.float64)
+    (traced,) = trace_all([sized], {"sized": longer})
+    assert "takes a size of the batch for a constant" in handle.chain.reason
+    assert not traced.whole_only
+    shorter = longer[:2, :3]
+    (output,) = handle.chain.layers[0].run(shorter, shorter.shape[axis])
+    assert torch.equal(output, tower(shorter, shorter.shape[axis]))
 
 
 def test_a_chain_follows_a_module_whose_buffers_are_replaced():

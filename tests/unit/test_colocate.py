@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from contextlib import suppress
 from dataclasses import replace
-from itertools import product
+from itertools import combinations, product
 
 import numpy as np
 import pytest
@@ -12,7 +12,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from spindle.cluster import cluster_named
-from spindle.errors import DoesNotFitError, InputError, PlanError, WorkloadError
+from spindle.errors import DoesNotFitError, InputError, PlanError, ProgramError, WorkloadError
 from spindle.plan import check, format_plan, parse_plan
 from spindle.planners import (
     PLANNERS,
@@ -36,7 +36,7 @@ from spindle.planners.colocate.planner import layouts_with
 from spindle.planners.options import DEDICATED, FIRST, REPLICATED, SPREAD
 from spindle.profile import Collective
 from spindle.profile.operators import sequence_shares
-from spindle.program import lower, verify
+from spindle.program import COMPUTE, Forward, launches_collectives, lower, verify
 from spindle.recipes import (
     MODELS,
     OMNI_DATA,
@@ -191,6 +191,36 @@ def test_a_long_item_goes_to_a_sequence_group_and_links_carry_slices():
                 held = own if rank in producer.ranks else 0
                 assert arrived.get(rank, 0) + held == pytest.approx(cost.output_bytes)
     assert parse_plan(format_plan(plan), profile).slots == plan.slots
+
+
+def test_members_of_a_sequence_group_run_its_passes_in_one_order():
+    """Attention exchanges tokens inside them, so a member that runs two items the other way round would hang all."""
+    profile = profiled(microbatches([30000], [16000], [64]))
+    layout = next(layout for layout in layouts_with(profile, 2, (REPLICATED,)) if layout.chains[0].tensor_degree == 1)
+    plan, program = planned(profile, layout)
+    slots_of = {}  # by part that is shared
+    for number, slot in enumerate(plan.slots):
+        if slot.sequence_degree > 1:
+            slots_of.setdefault(slot.op.partition("[")[0], []).append(number)
+    pairs = combinations(slots_of.values(), 2)
+    devices = [set(slot.devices) for slot in plan.slots]
+    shared, rank = next(
+        (pair, *both) for pair in pairs if (both := sorted(devices[pair[0][0]] & devices[pair[1][0]])[:1])
+    )
+    assert all(launches_collectives(program, Forward(slot=slot)) for numbers in shared for slot in numbers)
+    lane = program.lanes[COMPUTE]
+    order = lane.of_rank(rank).tolist()
+    first, second = (
+        [order.index(program.instructions.index(Forward(slot=slot))) for slot in numbers] for numbers in shared
+    )
+    places = sorted((*first, *second))
+    swapped = [order[place] for place in sorted(second) + sorted(first)]
+    changed = lane.instructions.copy()
+    changed[lane.starts[rank] + np.array(places)] = swapped
+    lanes = list(program.lanes)
+    lanes[COMPUTE] = replace(lane, instructions=changed)
+    with pytest.raises(ProgramError, match="deadlock: "):
+        verify(replace(program, lanes=tuple(lanes)), profile)
 
 
 def test_sequence_groups_lie_inside_an_island_and_are_whole():

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import json
 import math
+from dataclasses import replace
 
 import pytest
 
 import fleets
 from spindle.artifact import from_json, to_json
-from spindle.errors import FleetError
+from spindle.cluster import Cluster, cluster_named
+from spindle.errors import FleetError, ProfileError
 from spindle.fleet import (
     Cell,
     Completed,
@@ -42,10 +44,17 @@ from spindle.fleet import (
     simulate_fleet,
 )
 from spindle.fleet.deadlines import verdict
+from spindle.fleet.estimates import bound_estimate, planned_estimate, workload_step
 from spindle.fleet.event_log import log_lines, read_event_log, replay
 from spindle.fleet.explain import explain_job, node_worths
+from spindle.fleet.fleet_file import fleet_named
 from spindle.fleet.job import Job
+from spindle.fleet.leases import Due, check_wait
 from spindle.fleet.policies import POLICIES
+from spindle.graph import metagraph_of
+from spindle.planners import graph_bound_s
+from spindle.profile import Roofline, roofline_profile
+from spindle.recipes import RECIPES
 
 ONE_NODE = fleets.fleet({"big": [4]})
 SCALES = {("big", 1): 4.0, ("big", 2): 2.1, ("big", 4): 1.1}
@@ -330,6 +339,20 @@ def test_explain_says_what_became_of_a_deadline():
     assert explain_job(state, "missed").reason.endswith("; its deadline will be missed by about 5.7 h (best effort)")
 
 
+def test_the_prices_that_are_explained_leave_urgent_jobs_their_devices():
+    """Four short jobs together are worth more than the urgent one, and get nothing."""
+    urgent = fleets.submitted("urgent", {("big", 4): 1.0}, priority="urgent", num_steps=100_000_000)
+    short = [fleets.submitted(f"short{number}", {("big", 1): 1.0}, num_steps=1000) for number in range(4)]
+    state, _ = fleets.after(fleets.new_state(ONE_NODE), urgent, *short)
+    state, _ = fleets.at(0.0, state)
+    assert fleets.cells(state)["urgent"] == "4 x big"
+    (cell,) = explain_job(state, "short0").cells
+    assert cell.cost == pytest.approx(cell.utility, rel=1e-3)
+    (worth,) = node_worths(state)
+    assert worth.gain == pytest.approx(4 * cell.utility, rel=1e-3)  # all of them would run
+    assert worth.price == pytest.approx(cell.utility, rel=1e-3)
+
+
 def test_no_deadline_is_promised_beyond_the_limit_of_a_team():
     teams = (Team(name="vision", limits=(DeviceCount(kind="big", num_devices=2),)),)
     state = fleets.new_state(fleets.fleet({"big": [4, 4]}, teams))
@@ -501,6 +524,25 @@ def test_nobody_starves_with_leases():
     assert waits[False] > 20
 
 
+def test_leases_leave_devices_to_short_jobs_and_one_lease_is_always_in_progress():
+    machines = fleets.fleet({"big": [4, 4]})
+    times = {("big", 1): 1.0}
+    state = fleets.new_state(machines, starvation_s=3600.0, lease_s=3600.0, lease_share=0.5)
+    holding = [fleets.submitted(f"short{number}", times, num_steps=1_000_000, priority="high") for number in range(8)]
+    state, _ = fleets.after(state, *holding, Ticked(time_s=0.0))
+    waiting = [fleets.submitted(f"long{number}", times, time_s=1.0, priority="low") for number in range(8)]
+    state, _ = fleets.after(state, *waiting)
+    state, _ = fleets.after(state, Ticked(time_s=3700.0))
+    leased = [job.name for job in state.jobs if job.lease_until_s is not None]
+    assert leased == ["long0", "long1", "long2", "long3"]  # half of eight devices
+
+    whole = fleets.submitted("whole", {("big", 8): 1.0}, time_s=0.0, priority="low")
+    state = fleets.new_state(machines, starvation_s=3600.0, lease_s=3600.0, lease_share=0.5)
+    state, _ = fleets.after(state, *holding, whole, Ticked(time_s=0.0))
+    state, _ = fleets.after(state, Ticked(time_s=3700.0))
+    assert state.find("whole").lease_until_s is not None  # larger than the share, and the only one
+
+
 def test_fewer_reallocations_where_they_cost_more():
     counts = [
         measure_fleet(simulate_fleet(_trace(15), MIXED, SchedulerOptions(realloc_s=cost_s)).timeline).num_reallocations
@@ -509,7 +551,81 @@ def test_fewer_reallocations_where_they_cost_more():
     assert counts[1] < counts[0]
 
 
+def test_cells_are_planned_from_a_measured_profile_and_beyond_it_as_much_slower_as_was_measured():
+    workload, machines = RECIPES["clip-4"].workload(), fleet_named("h100x16,a100x8")
+    described = workload_step(workload)
+    slower = Roofline(efficiency=0.25, bandwidth_efficiency=0.4, overhead_s=600e-6)
+    measured = roofline_profile(metagraph_of(workload), cluster_named("h100x4"), slower)
+    step_on = workload_step(workload, measured={"H100-SXM": measured})
+
+    def bound_s(step, kind, count):
+        return bound_estimate(step, machines, Cell(kind=kind, num_devices=count)).step_s
+
+    for count in (1, 2, 4):
+        assert bound_s(step_on, "H100-SXM", count) == graph_bound_s(measured.up_to(count))
+    assert bound_s(step_on, "H100-SXM", 8) == pytest.approx(2 * bound_s(described, "H100-SXM", 8), rel=0.02)
+    assert bound_s(step_on, "A100-80GB", 8) == bound_s(described, "A100-80GB", 8)  # nothing was measured there
+    with pytest.raises(ProfileError, match="the profile on H100-SXM was measured for other tasks"):
+        workload_step(RECIPES["clip-7"].workload(), measured={"H100-SXM": measured})
+
+
+def test_small_jobs_share_gpus_and_a_share_has_a_part_of_the_memory():
+    machines = fleet_named("h200x8,h200/8x16")
+    share = machines.kind_number("h200/8")
+    assert machines.kinds[share].num_shares == 8
+    assert machines.kind_number("h200") != share
+    assert list(machines.counts(share)) == [1]  # who needs more takes whole GPUs
+    workload = RECIPES["clip-4"].workload()
+    step_on = workload_step(workload)
+    cells = [Cell(kind=machines.kinds[number].name, num_devices=1) for number in range(2)]
+    bounds = [bound_estimate(step_on, machines, cell) for cell in cells]
+    assert 4 < bounds[1].step_s / bounds[0].step_s <= 8  # a layer's overhead stays
+    whole, part = (planned_estimate(step_on, machines, bound) for bound in bounds)
+    assert whole.fits
+    assert not part.fits  # clip-4 takes more than an eighth of the memory
+    assert part.memory_bytes > machines.kinds[share].memory_bytes
+
+    # Neighbours are other jobs: a measured share is no faster because they may be idle.
+    cluster = Cluster(name="one GPU", islands=(replace(machines.cluster_of(share, 8).islands[0], num_devices=8),))
+    measured = replace(
+        roofline_profile(metagraph_of(workload), cluster), host_rates=tuple(1.4 - k / 20 for k in range(8))
+    )
+    shared_step = workload_step(workload, measured={machines.kinds[share].name: measured})
+    assert shared_step(machines.cluster_of(share, 1)).whole.host_rates == ()
+
+
+def test_small_jobs_start_at_once_on_shares_of_one_gpu():
+    machines = fleet_named("h200/8x8")
+    kind = machines.kinds[0].name
+    jobs = [fleets.submitted(f"job{number}", {(kind, 1): 1.0}) for number in range(9)]
+    state, actions = fleets.after(fleets.new_state(machines), *jobs, Ticked(time_s=0.0))
+    assert sum(isinstance(action, Start) for action in actions) == 8
+    assert sum(job.allocation is None for job in state.jobs) == 1
+
+
 def test_a_state_survives_its_json():
     state, _ = fleets.after(fleets.new_state(ONE_NODE), fleets.submitted("a", SCALES), fleets.submitted("b", SCALES))
     state, _ = fleets.at(0.0, state)
     assert from_json(State, json.loads(json.dumps(to_json(state))), "state") == state
+
+
+def test_waits_are_checked_beside_urgent_jobs_but_for_the_time_that_those_hold_devices():
+    times = (StepTime(kind="big", num_devices=4, step_s=1.0),)
+    arrivals = {"urgent": 0.0, "first": 10.0, "second": 20.0, "third": 30.0}
+    jobs = tuple(
+        TraceJob(
+            job=Job(name=name, num_steps=36_000, requested_kind="big", requested_devices=4, priority=priority),
+            arrival_s=arrival_s,
+            num_steps=36_000,
+            times=times,
+        )
+        for name, arrival_s in arrivals.items()
+        for priority in ("urgent" if name == "urgent" else "normal",)
+    )
+    options = SchedulerOptions(realloc_s=60.0, starvation_s=3600.0, lease_s=3600.0)
+    simulate_fleet(Trace(name="urgent", jobs=jobs), ONE_NODE, options)  # an error where a job waits too long
+    due = Due(num_ahead=0, ahead_s=100.0)
+    limit_s = 3600.0 + 3600.0 + 60.0 + 2 * options.max_interval_s
+    check_wait(options, due, limit_s + 500.0, 600.0, 60.0, "a")
+    with pytest.raises(FleetError, match=r"job 'a' waited 2.3 h, longer than the 2.3 h that leases promise with 0"):
+        check_wait(options, due, limit_s + 501.0, 600.0, 60.0, "a")

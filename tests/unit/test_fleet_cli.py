@@ -122,6 +122,10 @@ def test_a_trace_out_of_order_is_refused(tmp_path, capsys):
         (FLEET.replace('kind = "a100"\n', ""), r"islands\[0\].kind: unknown kind None"),
         (FLEET + "guaranteed = {h100 = 4}", "unknown kind of device 'h100'; the fleet has A100-80GB"),
         (FLEET + "guaranteed = {a100 = 8}", "guaranteed 8 devices of 'A100-80GB', the fleet has 4"),
+        (
+            FLEET.replace("num_devices", "shares = 5\nnum_devices"),
+            r"islands\[0\].shares: a GPU is one device, or 2, 4, 8",
+        ),
         (FLEET + "quota = 3", r"teams\[0\]: unknown key 'quota'"),
     ],
 )
@@ -140,6 +144,11 @@ def test_a_bad_fleet_is_refused_in_one_line(text, message, trace, tmp_path, caps
         (["estimate", "clip-4", "--fleet", "a100x8", "--count", "0"], "needs at least 1 device, got a count of 0"),
         (["estimate", "clip-4", "--fleet", "a100x8", "--kinds", "tpu"], "unknown kind of device 'tpu'"),
         (["estimate", "clop", "--fleet", "a100x8"], "expected a training script"),
+        (["estimate", "clip-4", "--fleet", "a100x8", "--profile", "a100"], "expected KIND=PROFILE.json"),
+        (["estimate", "clip-4", "--fleet", "a100x8", "--profile", "tpu=TRACE"], "unknown kind of device 'tpu'"),
+        (["estimate", "clip-4", "--fleet", "a100x8", "--profile", "a100=none.json"], "none.json: no such file"),
+        (["estimate", "clip-4", "--fleet", "h200/3x6"], "a GPU is one device, or 2, 4, 8 shares; got 3"),
+        (["estimate", "clip-4", "--fleet", "h200/8x12"], "12 devices are no whole GPUs of 8 shares each"),
         (["replay", "TRACE"], "expected a Spindle fleet-events"),
     ],
 )  # fmt: skip

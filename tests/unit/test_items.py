@@ -15,7 +15,7 @@ from spindle.errors import ProfileError, TrainingError, WorkloadError  # noqa: E
 from spindle.profile import ItemTimes  # noqa: E402
 from spindle.program import item_runs, join_of  # noqa: E402
 from spindle.run import ItemCode, ItemRows, cut_items, join_items  # noqa: E402
-from spindle.train.item_probe import _row_rule  # noqa: E402
+from spindle.train.item_probe import row_rule  # noqa: E402
 from spindle.train.items import lengths_in  # noqa: E402
 
 
@@ -98,12 +98,12 @@ def test_outputs_whose_rows_do_not_follow_from_lengths_are_refused():
     ],
 )
 def test_rows_of_an_output_are_a_ratio_of_the_length_or_fixed(counts, expected):
-    rule = _row_rule(0, "lengths", counts)
+    rule = row_rule(0, "lengths", counts)
     if expected is None:
         assert (rule.entry, rule.numerator) == (None, 5)
     else:
         assert (rule.entry, rule.numerator, rule.denominator) == ("lengths", *expected)
-    assert _row_rule(0, "lengths", {8: 3, 16: 2}) is None
+    assert row_rule(0, "lengths", {8: 3, 16: 2}) is None
 
 
 def task_of(items):

@@ -8,6 +8,7 @@ import random
 import re
 from dataclasses import replace
 from itertools import permutations, product
+from types import SimpleNamespace
 
 import pytest
 from rich.console import Console
@@ -15,12 +16,13 @@ from rich.console import Console
 import small
 from random_plans import contended, random_lane_plan
 from spindle.cli.main import run
+from spindle.display import seconds
 from spindle.errors import PlanError, ProfileError
 from spindle.plan import check, format_plan, parse_plan
 from spindle.planners import make_plan
 from spindle.planners.lanes import with_lanes
 from spindle.profile import Contention, Profile, write_profile
-from spindle.program import Memory, format_program, instances_of, lower, parse_program, verify
+from spindle.program import Backward, Forward, Memory, format_program, instances_of, lower, parse_program, verify
 from spindle.report.explain import explain, sentences
 from spindle.report.gantt import draw_rows, plan_chart, timeline_chart
 from spindle.report.predicted_vs_measured import compare_step, step_tables
@@ -92,7 +94,7 @@ def test_a_plan_with_lanes_survives_its_text_form():
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("vision*4@0 text*4@0|2\naudio*2@0", r"lanes \[0, 2\], expected numbers from 0 without gaps"),
+        ("vision*4@0 text*4@0|2\naudio*2@0", r"lane 2, and nothing is on lane 1; number lanes from 0 without gaps"),
         ("vision*4@0 text*4@0|9\naudio*2@0", "is on lane 9; a device has lanes 0 to 7"),
         ("vision*4@0 text*4@0|1 audio*2@0|1", "lane 1 of device 0 is used twice"),
     ],
@@ -106,7 +108,7 @@ def test_lanes_that_cannot_be_are_refused(text, message):
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("vision*4@0|0w2\ntext*4@0\naudio*2@0", r"lanes \[0, 2\], expected numbers from 0 without gaps"),
+        ("vision*4@0|0w2\ntext*4@0\naudio*2@0", r"lane 2, and nothing is on lane 1; number lanes from 0 without gaps"),
         ("vision*4@0|0w9\ntext*4@0\naudio*2@0", "has its weight gradients on lane 9; a device has lanes 0 to 7"),
         ("# recompute vision\nvision*4@0|0w1\ntext*4@0\naudio*2@0", "is recomputed, so its weight gradients stay"),
     ],
@@ -282,6 +284,34 @@ def test_predicted_and_measured_have_the_busy_time_of_each_lane():
     console = Console(file=io.StringIO(), width=80, color_system=None)
     console.print(*step_tables(comparison), sep="\n")
     assert "lane 3 busy" in console.file.getvalue()
+
+
+def test_a_slot_without_a_graph_is_named_with_what_it_costs():
+    loop = pytest.importorskip("spindle.train.loop")
+    profile = towers()
+    program = lower(small.plan("vision*4@0\ntext*4@0\naudio*2@0", profile), profile)
+    timeline = simulate(program, profile)
+    slower = replace(timeline, end=timeline.start + 3 * (timeline.end - timeline.start))
+    vision = {
+        number
+        for number, instruction in enumerate(program.instructions)
+        if isinstance(instruction, Forward | Backward) and instruction.slot == 0
+    }
+    result = SimpleNamespace(rank=0, measured=slower, predicted=timeline)
+    text = loop._cost_text(result, vision)
+    measured_s, predicted_s = (of.busy_s(0, vision) for of in (slower, timeline))
+    assert measured_s == pytest.approx(3 * predicted_s)
+    assert seconds(measured_s) in text
+    assert f"predicted {seconds(predicted_s)}" in text
+    assert loop._cost_text(SimpleNamespace(measured=None), vision) == ""
+
+
+def test_lanes_written_by_hand_need_no_order_between_them():
+    profile = towers()
+    text = "vision*4@0\naudio*2@0|1\ntext*2@0|1\ntext*2@0|1"
+    plan = small.plan(text, profile)
+    check(plan, profile)
+    assert parse_plan(format_plan(plan), profile) == plan
 
 
 def one_lane():

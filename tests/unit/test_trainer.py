@@ -21,9 +21,11 @@ import spindle  # noqa: E402
 import spindle.train.reporting as reporting  # noqa: E402
 from internals import guessed_profile  # noqa: E402
 from preloaded import run_spindle  # noqa: E402
+from spindle.cluster import SmGroups  # noqa: E402
 from spindle.errors import PlanError, SpindleError, TrainingError, WorkloadError  # noqa: E402
 from spindle.launch.capture import WorkloadCapture, active_capture, capturing  # noqa: E402
 from spindle.planners import make_plan  # noqa: E402
+from spindle.profile import SmTimes  # noqa: E402
 from spindle.report import loss_text, read_run, run_report, step_page_data  # noqa: E402
 from spindle.workload import read_workload  # noqa: E402
 
@@ -274,6 +276,35 @@ def test_a_plan_with_lanes_runs_on_a_cpu_with_one_notice(capsys):
         text = "this plan has 2 lanes; on CPUs they run one after another, in the order of the plan"
         assert " ".join(notices.split()).count(text) == lane
     assert all(torch.equal(*pair) for pair in zip(*trained, strict=True))
+
+
+def test_quotas_are_refused_where_there_are_no_sms():
+    _, task = small()
+    text = "# quotas 64 64\npull/encoder#0[0:1]*1@0\npull/encoder#0[1:2]*1@0\npull/loss[0:1]*1@0|1"
+    with pytest.raises(PlanError, match=r"does not say how the SMs of .* can be split; measure with Planning\(quotas"):
+        spindle.Trainer([task], optimizer=sgd, planning=spindle.Planning(plan=text)).fit(
+            {"pull": rows(4)}, steps=1, progress=False
+        )
+    with pytest.raises(TrainingError, match=r"quotas=\(64, 64\)\): expected True or False.* part of a plan"):
+        spindle.Planning(quotas=(64, 64))
+
+    def with_sms(graph, num_devices):
+        profile = guessed_profile(graph, num_devices)
+        (island,) = profile.cluster.islands
+        kind = dataclasses.replace(island.kind, sm_groups=SmGroups(group_sms=8, num_groups=16))
+        sm_times = SmTimes(num_sms=(8, 128), forward=(2.0, 1.0), backward=(2.0, 1.0))
+        curves = ((dataclasses.replace(curve, sm_times=sm_times) for curve in choices) for choices in profile.curves)
+        cluster = dataclasses.replace(profile.cluster, islands=(dataclasses.replace(island, kind=kind),))
+        return dataclasses.replace(profile, curves=tuple(map(tuple, curves)), cluster=cluster)
+
+    with pytest.raises(PlanError, match=r"quotas of 64 and 64 SMs, .* and CPUs have no SMs; leave its quotas out"):
+        spindle.Trainer([task], optimizer=sgd, planning=spindle.Planning(plan=text, profile=with_sms)).fit(
+            {"pull": rows(4)}, steps=1, progress=False
+        )
+    # Where nothing can share a device, they change nothing.
+    trainer = spindle.Trainer([task], optimizer=sgd, planning=spindle.Planning(quotas=True))
+    trainer.fit({"pull": rows(4)}, steps=1, progress=False)
+    assert trainer.plan.quotas == ()
 
 
 @pytest.mark.parametrize(

@@ -48,7 +48,12 @@ def partial_folder(folder: Path, step: int, attempt: int = 0) -> Path:
 
 def steps_in(folder: Path) -> list[int]:
     """The steps of the complete checkpoints in a folder, in order."""
-    names = [entry.name for entry in folder.iterdir() if entry.is_dir()] if folder.is_dir() else []
+    try:
+        # One scan: between a listing and a look at each entry, a job that trains removes the oldest and adds others.
+        with os.scandir(folder) as entries:
+            names = [entry.name for entry in entries if entry.is_dir()]
+    except (FileNotFoundError, NotADirectoryError):
+        names = []
     return sorted(int(match[1]) for name in names if (match := _STEP.fullmatch(name)))
 
 

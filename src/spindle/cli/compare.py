@@ -41,12 +41,14 @@ def pipelines_estimate_s(num_ops: int, num_ranks: int) -> float:
 
 def plans_of(step: Step, options: PlanOptions) -> tuple[dict[str, tuple[Plan, Profile]], dict[str, str]]:
     """The plans of all compared planners, with the profiles that they are of; and why others made none. Where layers
-    were measured beside each other, also with lanes, if these are simulated to be faster."""
+    were measured beside each other, also with lanes, if these are simulated to be faster; where they were measured on
+    some of the SMs, also with quotas."""
     from spindle.cli.inputs import planner_input, with_sizes
     from spindle.cli.terminal import note_compilation, note_duration, progress_bar
     from spindle.errors import DoesNotFitError
     from spindle.planners import PLANNERS, make_plan, planners_of
     from spindle.planners.lanes import with_lanes
+    from spindle.planners.quotas import with_quotas
 
     graph = step.whole.graph
     planners = [planner for planner in planners_of(step.is_pipeline) if PLANNERS[planner].is_compared]
@@ -70,6 +72,10 @@ def plans_of(step: Step, options: PlanOptions) -> tuple[dict[str, tuple[Plan, Pr
                 if on_lanes.num_lanes > 1:
                     name = f"{planner}, {on_lanes.num_lanes} lanes"
                     plans[name] = replace(on_lanes, planner=name), profile
+                divided = with_quotas(on_lanes, profile)
+                if divided.quotas:
+                    name += f", quotas {'+'.join(map(str, divided.quotas))}"
+                    plans[name] = replace(divided, planner=name), profile
             except DoesNotFitError as error:
                 refusals[planner] = str(error)
             report(number + 1)

@@ -1,6 +1,6 @@
 """Clusters: kinds of devices, islands, links; presets and files. Knows no workload."""
 
-from spindle.cluster.cluster import MAX_DEVICES, Cluster, DeviceKind, Island, Link
+from spindle.cluster.cluster import MAX_DEVICES, Cluster, DeviceKind, Island, Link, SmGroups, shared
 from spindle.cluster.presets import (
     PRESETS,
     cluster_from_toml,
@@ -17,9 +17,11 @@ __all__ = [
     "DeviceKind",
     "Island",
     "Link",
+    "SmGroups",
     "cluster_from_toml",
     "cluster_named",
     "read_cluster_file",
     "read_toml_file",
+    "shared",
     "uniform_cluster",
 ]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from spindle.errors import ClusterError
@@ -10,11 +11,55 @@ MAX_DEVICES = 1 << 20  # of a cluster
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class SmGroups:
+    """How the SMs (streaming multiprocessors) of a GPU can be split into disjoint parts: the driver grants them in
+    equal groups, and leaves a rest that one part can have besides its groups."""
+
+    group_sms: int
+    num_groups: int
+    rest_sms: int = 0
+
+    def __post_init__(self) -> None:
+        _positive("SM groups", self, "group_sms", "num_groups")
+        if self.rest_sms < 0:
+            raise ClusterError(f"SM groups: rest_sms must be at least 0, got {self.rest_sms}")
+
+    @property
+    def num_sms(self) -> int:
+        return self.group_sms * self.num_groups + self.rest_sms
+
+    def parts(self, quotas: Sequence[int]) -> tuple[tuple[int, bool], ...]:
+        """By quota, in SMs: how many groups it is, and whether it has the rest. Raises a ClusterError where there are
+        no such parts."""
+        granted = ", ".join(map(str, quotas))
+        parts = []
+        for quota in quotas:
+            # With the rest of 12 SMs beside groups of 8, 68 SMs are seven groups and the rest.
+            has_rest = quota % self.group_sms != 0 and quota >= self.rest_sms
+            left = quota - self.rest_sms if has_rest else quota
+            if quota < 1 or left % self.group_sms:
+                raise ClusterError(
+                    f"a quota of {quota} SMs is not granted; expected a multiple of {self.group_sms}"
+                    + (f", or {self.rest_sms} more than one for one lane" if self.rest_sms else "")
+                )
+            parts.append((left // self.group_sms, has_rest))
+        if sum(has_rest for _, has_rest in parts) > 1:
+            raise ClusterError(f"only one lane can have the {self.rest_sms} SMs that are left over, got {granted}")
+        if sum(num_groups for num_groups, _ in parts) > self.num_groups:
+            raise ClusterError(
+                f"quotas of {granted} SMs are more than there are: {self.num_groups} groups of {self.group_sms}"
+                + (f", and {self.rest_sms} left over" if self.rest_sms else "")
+            )
+        return tuple(parts)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class DeviceKind:
     """The peak performance of a kind of device; the efficiency of layers is part of a profile.
 
     `host_bytes_per_s` is one direction of its link to host memory, `host_memory_bytes` its share of that memory; 0
-    means none, or not known.
+    means none, or not known. `num_shares` is above 1 for a part of a GPU that is one of so many equal ones. `sm_groups`
+    is None where its SMs cannot be split, or nothing is known of them.
     """
 
     name: str
@@ -23,9 +68,11 @@ class DeviceKind:
     memory_bytes_per_s: float
     host_bytes_per_s: float = 0.0
     host_memory_bytes: int = 0
+    num_shares: int = 1
+    sm_groups: SmGroups | None = None
 
     def __post_init__(self) -> None:
-        _positive(f"device kind {self.name!r}", self, "peak_flops", "memory_bytes", "memory_bytes_per_s")
+        _positive(f"device kind {self.name!r}", self, "peak_flops", "memory_bytes", "memory_bytes_per_s", "num_shares")
         for name in ("host_bytes_per_s", "host_memory_bytes"):
             if not getattr(self, name) >= 0:
                 raise ClusterError(f"device kind {self.name!r}: {name} must be at least 0, got {getattr(self, name)}")
@@ -64,6 +111,25 @@ class Island:
     def __post_init__(self) -> None:
         if self.num_devices < 1:
             raise ClusterError(f"an island needs at least one device, got num_devices={self.num_devices}")
+
+
+def shared(island: Island, num_shares: int) -> Island:
+    """The island with each of its GPUs as so many devices (`spindle launch --virtual-devices`), with all of them busy:
+    equal parts of compute, memory and bandwidth."""
+    if num_shares == 1:
+        return island
+    kind = island.kind
+    part = replace(
+        kind,
+        name=f"{kind.name}/{num_shares}",
+        num_shares=num_shares,
+        peak_flops=kind.peak_flops / num_shares,
+        memory_bytes=kind.memory_bytes // num_shares,
+        memory_bytes_per_s=kind.memory_bytes_per_s / num_shares,
+        host_bytes_per_s=kind.host_bytes_per_s / num_shares,
+        host_memory_bytes=kind.host_memory_bytes // num_shares,
+    )
+    return replace(island, kind=part, num_devices=num_shares * island.num_devices)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

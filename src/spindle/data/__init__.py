@@ -5,18 +5,36 @@ messages, whatever the number of ranks. `balanced` is part of the public interfa
 """
 
 from spindle.data.balanced import Balanced, State, balanced
-from spindle.data.decode import Decoder, Microbatch, SampleNumber
+from spindle.data.decode import WHOLE, Decoder, Microbatch, SampleNumber, Wanted
 from spindle.data.draws import Mix
 from spindle.data.lengths import LengthIndex, length_index
+from spindle.data.random_state import (
+    RandomState,
+    is_same,
+    random_state,
+    restored_random_state,
+    seed_all,
+    set_random_state,
+)
+from spindle.data.workers import DecodeWorkers
 
 __all__ = [
+    "WHOLE",
     "Balanced",
+    "DecodeWorkers",
     "Decoder",
     "LengthIndex",
     "Microbatch",
     "Mix",
+    "RandomState",
     "SampleNumber",
     "State",
+    "Wanted",
     "balanced",
+    "is_same",
     "length_index",
+    "random_state",
+    "restored_random_state",
+    "seed_all",
+    "set_random_state",
 ]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import multiprocessing
 from collections.abc import Mapping
 from dataclasses import dataclass
 from numbers import Real
@@ -44,7 +45,10 @@ class Balanced:
         too_long: str,
         padding: Mapping[str, float],
         segments: str | None,
+        num_workers: int = 0,
+        multiprocessing_context: str | None = None,
     ) -> None:
+        self.num_workers, self.multiprocessing_context = num_workers, multiprocessing_context
         self.sources, self.indices, self.max_tokens, self.mix, self.seed = sources, indices, max_tokens, mix, seed
         self.too_long, self.padding, self.segments = too_long, padding, segments
         self._orders = {name: Order(name, len(sources[name]), seed) for name in sources}
@@ -76,6 +80,10 @@ class Balanced:
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue from a state; refuses one of other sources, lengths or mix, by name."""
+        if not isinstance(state, Mapping):
+            raise CheckpointError(
+                f"the state of the data is a {type(state).__name__}; expected what state_dict() of balanced(...) gave"
+            )
         missing = [key for key in self.state_dict() if key not in state]
         if missing:
             raise CheckpointError(
@@ -94,17 +102,26 @@ class Balanced:
                     "start the data anew"
                 )
         for name, entry in state["sources"].items():
-            if entry["lengths"] != self.indices[name].digest:
+            if entry.get("lengths") != self.indices[name].digest:
                 raise CheckpointError(
                     f"the lengths of source {name!r} are not those with which the state of the data was saved; its "
                     "samples would come in other sequences: give the same dataset and index"
                 )
-        self.state = State(
-            step=int(state["step"]),
-            draws=int(state["draws"]),
-            drawn=tuple((name, int(state["sources"][name]["drawn"])) for name in self.sources),
-            carried=tuple(SampleNumber(str(source), int(number)) for source, number in state["carried"]),
-        )
+        try:
+            loaded = State(
+                step=int(state["step"]),
+                draws=int(state["draws"]),
+                drawn=tuple((name, int(state["sources"][name]["drawn"])) for name in self.sources),
+                carried=tuple(SampleNumber(str(source), int(number)) for source, number in state["carried"]),
+            )
+        except (TypeError, ValueError, KeyError) as error:
+            raise CheckpointError(f"the state of the data is damaged ({type(error).__name__}: {error})") from error
+        counts = [loaded.step, loaded.draws, *(drawn for _, drawn in loaded.drawn)]
+        lost = [each for each in loaded.carried if not 0 <= each.number < len(self.sources.get(each.source, ()))]
+        if min(counts) < 0 or lost:
+            what = f"carries {tuple(lost[0])} over, which is no sample" if lost else "counts below 0"
+            raise CheckpointError(f"the state of the data is damaged: it {what}")
+        self.state = loaded
 
     def step_after(self, state: State, num_microbatches: int, batch_size: int) -> tuple[tuple[Microbatch, ...], State]:
         """The microbatches of the step that follows a state, each of `batch_size` sequences, and the state after it.
@@ -139,7 +156,7 @@ class Balanced:
                 break
         carried += waiting
         groups = group_sequences([self._work(sequence) for sequence in packed], num_microbatches)
-        microbatches = tuple(self._microbatch([packed[place] for place in places]) for places in groups)
+        microbatches = tuple(self._microbatch(state.step, [packed[place] for place in places]) for places in groups)
         after = State(step=state.step + 1, draws=draws, drawn=tuple(drawn.items()), carried=tuple(carried))
         return microbatches, after
 
@@ -167,11 +184,11 @@ class Balanced:
             work += sum(length * (length + _LINEAR) for length in index.items_of(number))
         return work
 
-    def _microbatch(self, sequences: list[list[SampleNumber]]) -> Microbatch:
+    def _microbatch(self, step: int, sequences: list[list[SampleNumber]]) -> Microbatch:
         samples = [sample for sequence in sequences for sample in sequence]
         items = [length for source, number in samples for length in self.indices[source].items_of(number)]
         tokens = sum(min(int(self.indices[source].tokens[number]), self.max_tokens) for source, number in samples)
-        return Microbatch(tuple(map(tuple, sequences)), tuple(items), tokens)
+        return Microbatch(tuple(map(tuple, sequences)), tuple(items), tokens, step)
 
     def decoder(self, item_entries: Mapping[str, str | None], length_entry: str | None) -> Decoder:
         return Decoder(
@@ -182,6 +199,7 @@ class Balanced:
             segments=self.segments,
             item_entries=item_entries,
             length_entry=length_entry,
+            seed=self.seed,
         )
 
 
@@ -195,6 +213,8 @@ def balanced(
     too_long: str = ERROR,
     padding: Mapping[str, float] | None = None,
     segments: str | None = None,
+    num_workers: int = 0,
+    multiprocessing_context: str | None = None,
 ) -> Balanced:
     """Samples of several map-style datasets, drawn in a ratio, packed into sequences of `max_tokens` and grouped into
     microbatches of level work, the same on every rank and on any number of ranks.
@@ -205,12 +225,26 @@ def balanced(
     source, a number or a function of the step; all alike without it. A sample of more than `max_tokens` is an error,
     or with `too_long` "truncate" or "skip". `padding` are the values behind the last token of a sequence, by entry, 0
     by default; `segments` names an entry that numbers the samples of a sequence from 1, with 0 for padding.
+
+    Each rank decodes what it needs of a step in `num_workers` processes of its own, while the step before runs; without
+    any, in the rank itself when the step begins. They are started by `multiprocessing_context` ("fork", "spawn",
+    "forkserver"; torch's default).
     """
     if not isinstance(sources, Mapping) or not sources:
         got = "none" if isinstance(sources, Mapping) else f"a {type(sources).__name__}"
         raise InputError(f'balanced(sources): expected datasets by name, such as {{"web": web}}, got {got}')
-    if max_tokens < 1:
-        raise InputError(f"balanced(max_tokens={max_tokens}): must be at least 1")
+    if not isinstance(max_tokens, int) or max_tokens < 1:
+        raise InputError(f"balanced(max_tokens={max_tokens!r}): expected a number of tokens, at least 1")
+    for option, value in (("mix", mix), ("padding", padding)):
+        if not isinstance(value, Mapping | None):
+            raise InputError(f"balanced({option}={value!r}): expected a dict")
+    if not isinstance(num_workers, int) or isinstance(num_workers, bool) or num_workers < 0:
+        raise InputError(f"balanced(num_workers={num_workers!r}): expected a number of processes, or 0 for none")
+    if multiprocessing_context not in (None, *multiprocessing.get_all_start_methods()):
+        raise InputError(
+            f"balanced(multiprocessing_context={multiprocessing_context!r}): expected one of "
+            f"{', '.join(multiprocessing.get_all_start_methods())}"
+        )
     if too_long not in TOO_LONG:
         raise InputError(f"balanced(too_long={too_long!r}): expected one of {', '.join(TOO_LONG)}")
     weights: dict[str, Any] = dict.fromkeys(sources, 1.0) if mix is None else dict(mix)
@@ -249,4 +283,6 @@ def balanced(
         too_long=too_long,
         padding=dict(padding or {}),
         segments=segments,
+        num_workers=num_workers,
+        multiprocessing_context=multiprocessing_context,
     )

@@ -1,19 +1,25 @@
 """From the numbers of samples to a batch: sequences of packed samples, with the entries and items that a rank needs.
 
 A sample is a dict: entries with a row for each of its tokens, and entries of items. A dataset may decode less than
-whole samples: `get_fields(number, names)` some entries, `get_items(number, names, items)` some items.
+whole samples: `get_fields(number, names)` some entries, `get_items(number, names, items)` some items. Random numbers
+that it draws are seeded for each sample and step: they depend neither on the rank nor on the process that decodes it.
+Of a dataset that draws some in `get_items`, all items of a sample are decoded, and those that are wanted are kept. What
+`get_fields` draws must not depend on `names`: ranks ask for different entries.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
+import hashlib
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import torch
 
 from spindle.data.lengths import LengthIndex
-from spindle.errors import TrainingError
+from spindle.data.random_state import is_same, random_state, restored_random_state, seed_all
+from spindle.errors import SpindleError, TrainingError
 
 
 class SampleNumber(NamedTuple):
@@ -23,21 +29,35 @@ class SampleNumber(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Microbatch:
-    """The samples of each sequence of a microbatch, and the lengths of all its items, in this order."""
+    """The samples of each sequence of a microbatch, the lengths of all its items, in this order, and the step that it
+    is of."""
 
     sequences: tuple[tuple[SampleNumber, ...], ...]
     item_lengths: tuple[int, ...]
     num_tokens: int
+    step: int = 0
 
     @property
     def samples(self) -> list[SampleNumber]:
         return [sample for sequence in self.sequences for sample in sequence]
 
 
+@dataclass(frozen=True, slots=True)
+class Wanted:
+    """What is wanted of a microbatch: by entry with a row for each token, sequences `[first, last)` (None: all of all
+    entries); and items, in this order (None: all)."""
+
+    fields: tuple[tuple[str, int, int], ...] | None = None
+    items: tuple[int, ...] | None = None
+
+
+WHOLE = Wanted()
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Decoder:
     """Decodes microbatches. `item_entries` are entries with rows for each item: as many as its length, or one (None);
-    `length_entry` is the entry that gets the lengths."""
+    `length_entry` is the entry that gets the lengths. `watch` is told each sample before it is read."""
 
     datasets: Mapping[str, Any]
     indices: Mapping[str, LengthIndex]
@@ -46,27 +66,49 @@ class Decoder:
     segments: str | None
     item_entries: Mapping[str, str | None]
     length_entry: str | None
+    seed: int = 0
+    watch: Callable[[SampleNumber], None] | None = None
+    _drawing: set[str] = field(default_factory=set, compare=False)  # sources whose `get_items` draws random numbers
 
-    def decode(
-        self, microbatch: Microbatch, fields: Collection[str] | None = None, items: Collection[int] | None = None
-    ) -> dict[str, Any]:
-        """The batch; with `fields`, only these entries with a row for each token, and with `items`, only these of its
-        items, in this order."""
+    def decode(self, microbatch: Microbatch, wanted: Wanted = WHOLE) -> dict[str, Any]:
+        """The batch, or what is wanted of it."""
         rows: dict[str, list[torch.Tensor]] = {}
-        for sequence in microbatch.sequences:
-            for name, tensor in self._sequence(sequence, fields).items():
-                rows.setdefault(name, []).append(tensor)
-        batch: dict[str, Any] = {name: torch.stack(tensors) for name, tensors in rows.items()}
-        return batch | self._items(microbatch, items)
+        with restored_random_state():
+            for place, sequence in enumerate(microbatch.sequences):
+                names = None
+                if wanted.fields is not None:
+                    names = [name for name, first, last in wanted.fields if first <= place < last]
+                for name, tensor in self._sequence(microbatch, sequence, names).items():
+                    rows.setdefault(name, []).append(tensor)
+            batch: dict[str, Any] = {name: torch.stack(tensors) for name, tensors in rows.items()}
+            return batch | self._items(microbatch, wanted.items)
 
-    def _sequence(self, sequence: Sequence[SampleNumber], fields: Collection[str] | None) -> dict[str, torch.Tensor]:
+    @contextmanager
+    def _reading(self, microbatch: Microbatch, sample: SampleNumber) -> Iterator[None]:
+        """Around code of a dataset: its random numbers are those of the sample, and its errors name the sample."""
+        if self.watch is not None:
+            self.watch(sample)
+        parts = f"{self.seed} {microbatch.step} {sample.source} {sample.number}"
+        seed_all(int.from_bytes(hashlib.blake2b(parts.encode(), digest_size=7).digest(), "big"))
+        try:
+            yield
+        except SpindleError:
+            raise
+        except Exception as error:
+            error.add_note(f"in sample {sample.number} of source {sample.source!r} of balanced data")
+            raise
+
+    def _sequence(
+        self, microbatch: Microbatch, sequence: Sequence[SampleNumber], fields: Collection[str] | None
+    ) -> dict[str, torch.Tensor]:
         """The entries of one sequence with a row for each token, padded."""
         entries: dict[str, list[torch.Tensor]] = {}
         segments: list[torch.Tensor] = []
         for place, sample in enumerate(sequence):
             indexed = int(self.indices[sample.source].tokens[sample.number])
             tokens = min(indexed, self.max_tokens)
-            decoded = self._fields(sample, fields)
+            with self._reading(microbatch, sample):
+                decoded = self._fields(sample, fields)
             if place and decoded.keys() != entries.keys():
                 first, name = sequence[0], min(decoded.keys() ^ entries.keys())
                 raise TrainingError(
@@ -95,13 +137,12 @@ class Decoder:
     def _fields(self, sample: SampleNumber, fields: Collection[str] | None) -> Mapping[str, Any]:
         dataset = self.datasets[sample.source]
         if fields is not None:
-            wanted = [name for name in fields if name not in self.item_entries and name != self.segments]
+            wanted = sorted(name for name in fields if name not in self.item_entries and name != self.segments)
             if not wanted:
                 return {}
             if hasattr(dataset, "get_fields"):
-                read = dataset.get_fields(sample.number, wanted)
-                return {name: read[name] for name in wanted}
-        whole = dataset[sample.number]
+                return _entries(dataset.get_fields(sample.number, wanted), wanted, sample)
+        whole = _entries(dataset[sample.number], (), sample)
         return {
             name: value
             for name, value in whole.items()
@@ -126,7 +167,7 @@ class Decoder:
             while end < len(wanted) and owners[wanted[end]][0] is sample:
                 end += 1
             numbers = [owners[item][1] for item in wanted[place:end]]
-            for name, tensor in self._some_items(sample, numbers).items():
+            for name, tensor in self._some_items(microbatch, sample, numbers).items():
                 entries.setdefault(name, []).append(tensor)
             place = end
         batch: dict[str, Any] = {name: torch.cat(parts) for name, parts in entries.items()}
@@ -134,24 +175,18 @@ class Decoder:
             batch[self.length_entry] = torch.tensor([microbatch.item_lengths[item] for item in wanted])
         return batch
 
-    def _some_items(self, sample: SampleNumber, numbers: list[int]) -> dict[str, torch.Tensor]:
-        dataset, lengths = self.datasets[sample.source], self.indices[sample.source].items_of(sample.number)
+    def _some_items(self, microbatch: Microbatch, sample: SampleNumber, numbers: list[int]) -> dict[str, torch.Tensor]:
+        lengths = self.indices[sample.source].items_of(sample.number)
         names = [name for name in self.item_entries if name != self.length_entry]
-        if hasattr(dataset, "get_items"):
-            read = dataset.get_items(sample.number, names, numbers)
-            expected = {name: sum(self._rows(name, lengths)[number] for number in numbers) for name in names}
-            decoded = {name: torch.as_tensor(read[name]) for name in names}
-        else:
-            whole = dataset[sample.number]
-            expected = {name: sum(self._rows(name, lengths)) for name in names}
-            decoded = {name: torch.as_tensor(whole[name]) for name in names}
+        decoded, read = self._read_items(microbatch, sample, names, numbers)
         for name, tensor in decoded.items():
-            if len(tensor) != expected[name]:
+            expected = sum(self._rows(name, lengths)[number] for number in read)
+            if len(tensor) != expected:
                 raise TrainingError(
                     f"sample {sample.number} of {sample.source!r}: {name!r} has {len(tensor)} rows, and its index says "
-                    f"{expected[name]}; make the index again"
+                    f"{expected}; make the index again"
                 )
-        if hasattr(dataset, "get_items"):
+        if read == numbers:
             return decoded
         cut = {}
         for name, tensor in decoded.items():
@@ -159,5 +194,40 @@ class Decoder:
             cut[name] = torch.cat([parts[number] for number in numbers])
         return cut
 
+    def _read_items(
+        self, microbatch: Microbatch, sample: SampleNumber, names: list[str], numbers: list[int]
+    ) -> tuple[dict[str, torch.Tensor], list[int]]:
+        """Entries of some items of a sample, or of all of them, and which these are."""
+        dataset = self.datasets[sample.source]
+        every = list(range(len(self.indices[sample.source].items_of(sample.number))))
+        has_items = hasattr(dataset, "get_items")
+        # The random numbers of an item would depend on which others a rank asks for with it: ranks that share the item
+        # would have different ones.
+        for items in [numbers, every] if has_items and sample.source not in self._drawing else [every]:
+            with self._reading(microbatch, sample):
+                before = random_state()
+                read = dataset.get_items(sample.number, names, items) if has_items else dataset[sample.number]
+                has_drawn = has_items and items != every and not is_same(random_state(), before)
+            if not has_drawn:
+                entries = _entries(read, names, sample)
+                return {name: torch.as_tensor(entries[name]) for name in names}, items
+            self._drawing.add(sample.source)
+        raise AssertionError("all items of a sample are read at last")
+
     def _rows(self, name: str, lengths: Sequence[int]) -> Sequence[int]:
         return lengths if self.item_entries[name] is not None else (1,) * len(lengths)
+
+
+def _entries(read: Any, names: Collection[str], sample: SampleNumber) -> Mapping[str, Any]:
+    """The entries `names` of what a dataset gave for a sample; all of them without names."""
+    if not isinstance(read, Mapping):
+        raise TrainingError(
+            f"sample {sample.number} of {sample.source!r} is a {type(read).__name__}; expected a dict of entries"
+        )
+    missing = [name for name in names if name not in read]
+    if missing:
+        raise TrainingError(
+            f"sample {sample.number} of {sample.source!r} has no {missing[0]!r}, which the task reads; it has "
+            f"{', '.join(map(repr, read))}"
+        )
+    return {name: read[name] for name in names} if names else read

@@ -28,9 +28,15 @@ class Mix:
 
     def at(self, step: int) -> dict[str, float]:
         """The weights of a step, in the order of their names, so that a draw does not depend on that of a dict."""
-        weights = {
-            name: float(weight(step) if callable(weight) else weight) for name, weight in sorted(self.weights.items())
-        }
+        weights = {}
+        for name, weight in sorted(self.weights.items()):
+            value = weight(step) if callable(weight) else weight
+            try:
+                weights[name] = float(value)
+            except (TypeError, ValueError) as error:
+                raise InputError(
+                    f"balanced(mix=...): the weight of {name!r} at step {step} is {value!r}; expected a number"
+                ) from error
         if not 0 < sum(weights.values()) < math.inf or min(weights.values()) < 0:
             raise InputError(
                 f"balanced(mix=...): step {step} needs a weight above 0 and none below, got "

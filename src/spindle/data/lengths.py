@@ -56,7 +56,12 @@ def length_index(lengths: Any, dataset: Any, where: str) -> LengthIndex:
     elif isinstance(lengths, str | Path):
         index = _from_file(Path(lengths))
     else:
-        index = _from_entries(lengths.tolist() if hasattr(lengths, "tolist") else lengths, where)
+        entries = lengths.tolist() if hasattr(lengths, "tolist") else lengths
+        if not isinstance(entries, Iterable):
+            raise InputError(
+                f"{where}: lengths is a {type(lengths).__name__}; expected a file, an array, or pairs (tokens, items)"
+            )
+        index = _from_entries(entries, where)
     if len(index) < len(dataset):
         raise InputError(
             f"{where}: the index has the lengths of {len(index)} samples, and the dataset {len(dataset)}; make it again"
@@ -112,8 +117,8 @@ def _from_file(path: Path) -> LengthIndex:
             continue
         try:
             entry = json_value(line)
-            tokens.append(int(entry["tokens"]))
-            all_items.append([int(length) for length in entry.get("items", ())])
+            tokens.append(index_of(entry["tokens"]))
+            all_items.append([index_of(length) for length in entry.get("items", ())])
         except (ValueError, TypeError, KeyError, AttributeError) as error:
             raise InputError(
                 f'{path}, line {number}: expected an object such as {{"tokens": 812, "items": [256, 1024]}}'

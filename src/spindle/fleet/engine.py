@@ -44,7 +44,8 @@ class AttemptReport:
     """How far an attempt is.
 
     `phase` is pending (it waits for devices), starting, running, ended, or lost: its processes are gone without a word.
-    `step` is how many steps are done, `num_taken` how many of them by this attempt. `reason` says why it waits, or why
+    `step` is how many steps are done, `num_taken` how many of them by this attempt; `tasks` is a digest of what it
+    trains, which it has written beside its logs. `reason` says why it waits, or why
     it failed (`outcome`, as of an agent); `by_script`: by its own exception.
     """
 
@@ -55,6 +56,7 @@ class AttemptReport:
     num_taken: int = 0
     step_s: float | None = None
     checkpoints: str = ""
+    tasks: str = ""
     outcome: str = ""
     by_script: bool = False
     reason: str = ""

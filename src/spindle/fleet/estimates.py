@@ -1,4 +1,4 @@
-"""Step times of cells without running a job: bounds and plans.
+"""Step times of cells without running a job: bounds and plans, from a roofline or from a profile that was measured.
 
 A bound takes milliseconds, a plan seconds. Planning is lazy: choose on bounds, plan only the chosen cells, choose again
 with their times, until no new cell is chosen. Bounds are optimistic, so no better cell is missed.
@@ -6,8 +6,9 @@ with their times, until no new cell is chosen. Bounds are optimistic, so no bett
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
+from types import MappingProxyType
 
 from spindle.cluster import Cluster
 from spindle.errors import ClusterError, DoesNotFitError, FleetError, ProfileError, WorkloadError
@@ -17,7 +18,7 @@ from spindle.fleet.job import Job
 from spindle.graph import metagraph_of
 from spindle.plan import Plan
 from spindle.planners import PlanOptions, choose_layout, graph_bound_s, make_plan, pipeline_bound_s
-from spindle.profile import Profile, Roofline, roofline_profile
+from spindle.profile import Profile, Roofline, fitting, roofline_profile
 from spindle.program import lower
 from spindle.recipes import Step
 from spindle.simulate import simulate
@@ -27,15 +28,45 @@ from spindle.workload import Workload
 StepOn = Callable[[Cluster], Step]  # the step of a job on a cluster of one kind
 
 
-def workload_step(workload: Workload, roofline: Roofline = Roofline()) -> StepOn:  # noqa: B008
-    """The step of a workload, with the times of a roofline."""
+def workload_step(
+    workload: Workload,
+    roofline: Roofline = Roofline(),  # noqa: B008
+    measured: Mapping[str, Profile] = MappingProxyType({}),
+) -> StepOn:
+    """The step of a workload: with the times of a roofline, and on kinds of devices where its layers were `measured`
+    with those.
+
+    On more devices than were measured, layers are as much slower than the roofline's as they are all together on the
+    largest measured number; nothing else is extrapolated.
+    """
     graph = metagraph_of(workload)
+    degrees = dict(workload.tensor_degrees)
+    profiles = {
+        kind: fitting(profile, graph, profile.cluster.num_devices, f"the profile on {kind}").with_degrees(degrees)
+        for kind, profile in measured.items()
+    }
+
+    def described(cluster: Cluster) -> Profile:
+        return roofline_profile(graph, cluster, roofline).with_degrees(degrees)
 
     def step(cluster: Cluster) -> Step:
-        profile = roofline_profile(graph, cluster, roofline).with_degrees(dict(workload.tensor_degrees))
+        known = profiles.get(cluster.kind.name)
+        profile = described(cluster) if known is None else _measured_on(known, cluster, described)
         return Step(profile=lambda sizes: profile)
 
     return step
+
+
+def _measured_on(measured: Profile, cluster: Cluster, described: Callable[[Cluster], Profile]) -> Profile:
+    num_measured = measured.cluster.num_devices
+    if cluster.num_devices <= num_measured:
+        part = measured.up_to(cluster.num_devices)
+        # Other jobs keep the rest of the GPU busy: no share is ever faster because its neighbours are idle.
+        return replace(part, host_rates=()) if cluster.kind.num_shares > 1 else part
+    ratio = graph_bound_s(measured) / graph_bound_s(described(cluster.up_to(num_measured)))
+    beyond = described(cluster)
+    curves = tuple(tuple(curve.scaled(ratio) for curve in curves) for curves in beyond.curves)
+    return replace(beyond, curves=curves)
 
 
 def bound_estimates(step_on: StepOn, fleet: Fleet, job: Job) -> tuple[Estimate, ...]:

@@ -9,10 +9,11 @@ import numpy as np
 
 from spindle.display import count_of, seconds
 from spindle.errors import FleetError
-from spindle.fleet.columns import Columns, FloatColumn
+from spindle.fleet.columns import Columns, FloatColumn, IntColumn
 from spindle.fleet.deadlines import verdict
-from spindle.fleet.dual_prices import FORBIDDEN, descend
-from spindle.fleet.policies.policy import Round
+from spindle.fleet.dual_prices import descend
+from spindle.fleet.floors import floors_of
+from spindle.fleet.policies.policy import Round, worth_above
 from spindle.fleet.rounds import round_of
 from spindle.fleet.state import WAITING, JobState, State
 from spindle.fleet.utility import utilities
@@ -76,7 +77,7 @@ def explain_job(state: State, name: str) -> Explanation:
         raise FleetError(f"no job is called {name!r}; the fleet has {known or 'none'}")
     row = rows[0]
     utility = utilities(columns, state.options, state.now_s)
-    prices, _ = _prices(given, utility)
+    prices, _ = _prices(given, utility, _floors(given, utility))
     free = _free(given)
     cells = _cells(given, utility, prices, free, row)
     reason, helps = _reason(state, given, row, cells)
@@ -133,12 +134,20 @@ def _hours(time_s: float) -> str:
     return f"{time_s / 3600:.1f} h" if time_s >= 3600 else seconds(time_s)
 
 
-def _prices(given: Round, utility: FloatColumn) -> tuple[FloatColumn, float]:
+def _floors(given: Round, utility: FloatColumn) -> IntColumn:
+    """The cell that each job gets before prices are made, or -1; only `price` has such."""
+    if given.options.policy != "price":
+        return np.full(given.columns.num_jobs, -1, dtype=np.int64)
+    floor, _ = floors_of(given, utility)
+    return floor
+
+
+def _prices(given: Round, utility: FloatColumn, floor: IntColumn) -> tuple[FloatColumn, float]:
+    """Prices at which jobs with a floor have it at least, over all cells, also those that are not planned yet."""
     columns = given.columns
-    worth = np.where(utility > 0, utility, FORBIDDEN)
-    required = np.zeros(columns.num_jobs, dtype=bool)
+    worth = worth_above(columns, utility, np.ones_like(given.allowed), floor)
     problem = (columns.first, columns.kind, columns.limit, columns.count, worth)
-    prices, bound = descend(*problem, required, given.capacity, given.prices, _MAX_SWEEPS)
+    prices, bound = descend(*problem, floor >= 0, given.capacity, given.prices, _MAX_SWEEPS)
     return prices, float(bound)
 
 
@@ -261,12 +270,13 @@ def node_worths(state: State) -> tuple[NodeWorth, ...]:
     given = round_of(state)
     columns = given.columns
     utility = utilities(columns, state.options, state.now_s)
-    prices, bound = _prices(given, utility)
+    floor = _floors(given, utility)  # as they are now: another node takes none of them away
+    prices, bound = _prices(given, utility, floor)
     worths = []
     for kind, device in enumerate(state.fleet.kinds):
         size = columns.node_size[kind]
         given.capacity[kind] += size
-        _, more = _prices(given, utility)
+        _, more = _prices(given, utility, floor)
         given.capacity[kind] -= size
         gain = max(0.0, more - bound)
         worths.append(

@@ -109,11 +109,16 @@ class Fleet:
         return num_devices <= size or (num_devices % size == 0 and num_devices <= self.most_devices(kind))
 
     def kind_number(self, name: str) -> int:
-        """The kind of this name; an unambiguous beginning will do (`a100` for `A100-80GB`)."""
+        """The kind of this name; an unambiguous beginning will do (`a100` for `A100-80GB`, `a100/8` for a share)."""
         names = [kind.name for kind in self.kinds]
         if name in names:
             return names.index(name)
-        matching = [number for number, text in enumerate(names) if text.lower().startswith(name.lower())]
+        begin, _, shares = name.lower().partition("/")
+        matching = [
+            number
+            for number, kind in enumerate(self.kinds)
+            if kind.name.lower().startswith(begin) and str(kind.num_shares) == (shares or "1")
+        ]
         if name and len(matching) == 1:
             return matching[0]
         raise FleetError(f"unknown kind of device {name!r}; the fleet has {', '.join(names)}")
@@ -135,7 +140,11 @@ class Fleet:
         )
 
     def counts(self, kind: int) -> Iterator[int]:
-        """Sizes of cells of a kind: 1, 2, 3, 4, 6, 8, 12, 16 … in one node; beyond it, such numbers of whole nodes."""
+        """Sizes of cells of a kind: 1, 2, 3, 4, 6, 8, 12, 16 … in one node; beyond it, such numbers of whole nodes. Of
+        shares of GPUs, 1: who needs more takes whole GPUs."""
+        if self.kinds[kind].num_shares > 1:
+            yield 1
+            return
         size = self.node_size(kind)
         num_nodes = self.most_devices(kind) // size
         yield from (count for count in _round_counts(size))

@@ -62,13 +62,23 @@ class _Floors:
 
     def add_leases(self) -> tuple[int, ...]:
         """Jobs that have a lease keep their cell; those that have waited too long begin one, longest waits first, in
-        the cell that is cheapest at the last prices."""
+        the cell that is cheapest at the last prices.
+
+        Of each kind, new leases leave a part of the devices alone: when many jobs are due at once they would take all,
+        and every short job would wait for hours. A single lease may be larger, so one is always in progress.
+        """
         now_s, columns = self.given.now_s, self.columns
         open_floor = self.cell < 0
+        num_leased = np.zeros(columns.num_kinds)
+        most_leased: FloatColumn = self.given.options.lease_share * self.given.capacity[: columns.num_kinds].astype(
+            float
+        )
         leased = open_floor & (self.given.held >= 0) & (columns.numbers[LEASE_UNTIL_S] > now_s)
         for job in np.flatnonzero(leased).tolist():
-            if self._fits(int(self.given.held[job])):
-                self._set(job, int(self.given.held[job]))
+            held = int(self.given.held[job])
+            if self._fits(held):
+                self._set(job, held)
+                num_leased[columns.kind[held]] += columns.count[held]
         waited_s = now_s - columns.numbers[WAITING_SINCE_S]
         due = np.flatnonzero(open_floor & (self.given.held < 0) & (waited_s >= self.given.options.starvation_s))
         begun = []
@@ -76,16 +86,22 @@ class _Floors:
             cells = [
                 cell
                 for cell in range(columns.first[job], columns.first[job + 1])
-                if self.given.allowed[cell] and self._fits(cell)
+                if self.given.allowed[cell] and self._fits(cell) and self._is_leasable(cell, num_leased, most_leased)
             ]
             if not cells and self._fits_empty_fleet(job):
                 break  # those who have waited less must not take what becomes free
             if cells:
                 prices = self.given.prices
                 cost = [(columns.count[cell] * prices[columns.kind[cell]], columns.count[cell]) for cell in cells]
-                self._set(job, cells[min(range(len(cells)), key=cost.__getitem__)])
+                cheapest = cells[min(range(len(cells)), key=cost.__getitem__)]
+                self._set(job, cheapest)
+                num_leased[columns.kind[cheapest]] += columns.count[cheapest]
                 begun.append(job)
         return tuple(begun)
+
+    def _is_leasable(self, cell: int, num_leased: FloatColumn, most_leased: FloatColumn) -> bool:
+        kind = self.columns.kind[cell]
+        return bool(num_leased[kind] == 0 or num_leased[kind] + self.columns.count[cell] <= most_leased[kind])
 
     def _fits_empty_fleet(self, job: int) -> bool:
         """Whether a planned cell of a job would fit if nobody else had devices. Others must not wait for one that

@@ -26,13 +26,15 @@ from spindle.fleet.state import COMPLETED, FAILED, WAITING, JobState, State
 
 def timeline_of_log(log: EventLog, name: str) -> FleetTimeline:
     """The timeline of recorded events; jobs that have not ended count until the last event."""
-    history = _History(State(fleet=log.fleet, options=log.options))
+    history = History(State(fleet=log.fleet, options=log.options))
     for event, _ in log.entries:
         history.add(event)
     return history.timeline(name)
 
 
-class _History:
+class History:
+    """Follows the events of a fleet as they come; its `timeline` up to the last one may be asked for at any time."""
+
     def __init__(self, state: State) -> None:
         self.state = state
         self.open: dict[str, JobSpan] = {}
@@ -107,14 +109,18 @@ class _History:
         )
 
     def _close(self, before: JobState, after: JobState | None, now_s: float) -> None:
-        """`lost_s`: from the step that it had reached back to the one from which it resumes."""
-        span = self.open.pop(before.name)
+        self.spans.append(self._closed(before, after, now_s))
+        del self.open[before.name]
+
+    def _closed(self, before: JobState, after: JobState | None, now_s: float) -> JobSpan:
+        """The open span of a job, ended. `lost_s`: from the step that it had reached back to the one from which it
+        resumes."""
+        span = self.open[before.name]
         step_s = span.step_s or span.estimated_step_s
         lost_steps = max(0.0, before.step_at(now_s) - after.step) if after is not None else 0.0
         trained_s = max(0.0, now_s - min(span.ready_s, now_s))
-        self.spans.append(
-            replace(span, ready_s=min(span.ready_s, now_s), end_s=now_s, lost_s=min(trained_s, lost_steps * step_s))
-        )
+        lost_s = min(trained_s, lost_steps * step_s)
+        return replace(span, ready_s=min(span.ready_s, now_s), end_s=now_s, lost_s=lost_s)
 
     def _round(self, now_s: float) -> None:
         report = self.state.last_round
@@ -133,9 +139,8 @@ class _History:
     def timeline(self, name: str) -> FleetTimeline:
         state, end_s = self.state, self.state.now_s
         current = {job.name: job for job in state.jobs}
-        for job in list(self.open):
-            self._close(current[job], None, end_s)
-        spans = tuple(sorted(self.spans, key=lambda span: (span.start_s, span.job)))
+        still_open = [self._closed(current[job], None, end_s) for job in self.open]
+        spans = tuple(sorted([*self.spans, *still_open], key=lambda span: (span.start_s, span.job)))
         known = sorted((*state.jobs, *state.ended), key=lambda job: job.arrival_s)
         jobs = tuple(self._record(job) for job in known)
         pauses = [*self.pauses, *((job, start_s, end_s) for job, start_s in self.paused.items())]

@@ -48,7 +48,7 @@ from spindle.fleet.events import (
     Ticked,
 )
 from spindle.fleet.job import Job
-from spindle.fleet.planning import PlannedCell, PlanningProcess
+from spindle.fleet.planning import ChangedJob, PlannedCell, PlanningProcess, tasks_of
 from spindle.fleet.scheduler import schedule
 from spindle.fleet.state import JobState, State
 from spindle.fleet.store import AttemptRecord, Command, Store, StoredPlan, Submission
@@ -129,6 +129,8 @@ class LiveFleet:
     _drained: set[str] = field(default_factory=set)  # by a user
     _leaving: set[str] = field(default_factory=set)  # as the cluster says
     _planning: dict[tuple[str, Any], int] = field(default_factory=dict)  # actions to confirm
+    _tasks: dict[str, str] = field(default_factory=dict)  # digests of what jobs train
+    _refused: dict[str, str] = field(default_factory=dict)  # digests of changes that could not be estimated
     _next_nodes_s: float = 0.0
     _next_write_s: float = 0.0
     _next_nag_s: float = 0.0
@@ -161,8 +163,11 @@ class LiveFleet:
             self._handle_commands()
             self._look_at_nodes()
             self._look_at_attempts()
-            for planned in self.planner.done():
-                self._planned(planned)
+            for answer in self.planner.done():
+                if isinstance(answer, PlannedCell):
+                    self._planned(answer)
+                else:
+                    self._changed(answer)
             if self._down_command is not None:
                 self.go_down()
                 return
@@ -312,16 +317,45 @@ class LiveFleet:
             self._confirm(number)
             return
         self._planning[action.job, action.cell] = number
-        self.planner.request(action.job, submission.workload, self.state.fleet, bound)
+        self.planner.request(action.job, submission, self.state.fleet, bound)
 
     def _planned(self, planned: PlannedCell) -> None:
         cell = planned.estimate.cell
+        if planned.tasks != self._tasks_of(planned.job):  # the job has changed since; another plan was asked for
+            return
         if planned.error:
             self.notify(f"{planned.job} cannot be planned on {cell.text}: {planned.error}")
         plans = (StoredPlan(cell=cell, plan=planned.plan, profile=planned.profile),) if planned.plan else ()
         event = Estimated(time_s=self.clock.now_s(), job=planned.job, estimates=(planned.estimate,))
         self._tell(event, plans=plans)
         self._confirm(self._planning.pop((planned.job, cell), None))
+
+    def _tasks_of(self, job: str) -> str:
+        """The digest of the tasks that a job's cells are estimated for."""
+        if job not in self._tasks:
+            self._tasks[job] = tasks_of(self.store.submission(job))
+        return self._tasks[job]
+
+    def _look_at_tasks(self, report: AttemptReport) -> None:
+        """Have a job's cells estimated anew when its tasks are others than before: one has ended or joined."""
+        if not report.tasks or report.tasks == self._tasks_of(report.job) or not self._tasks_of(report.job):
+            return
+        job = self.state.find(report.job)
+        if job is not None and job.attempt == report.attempt and self._refused.get(report.job) != report.tasks:
+            self.planner.request_bounds(job.job, self.store.submission(report.job), self.state.fleet, report.tasks)
+
+    def _changed(self, changed: ChangedJob) -> None:
+        if changed.error:
+            self._refused[changed.job] = changed.tasks
+            self.notify(f"{changed.job} trains other tasks now, and its cells are as before: {changed.error}")
+            return
+        self.notify(f"{changed.job} trains other tasks now: its cells are estimated anew")
+        event = Estimated(time_s=self.clock.now_s(), job=changed.job, estimates=changed.bounds, replaces=True)
+        self._tasks[changed.job] = changed.tasks
+        self._refused.pop(changed.job, None)  # what was refused may be estimated when the job trains it again
+        for key in [key for key in self._planning if key[0] == changed.job]:  # of what it was before
+            self._confirm(self._planning.pop(key))
+        self._tell(event, submission=changed.submission)
 
     def _stop_action(self, number: int | None, job: str, attempt: int) -> None:
         pending = self._starts.get(job)
@@ -412,6 +446,7 @@ class LiveFleet:
         if report.phase == ENDED:
             self._ended(key, report)
         elif attempt.record.ready_s is not None and not attempt.is_stopping:
+            self._look_at_tasks(report)
             self._progressed(attempt, report, now_s)
 
     def _waits_for_node(self, attempt: _Attempt) -> bool:

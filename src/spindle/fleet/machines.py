@@ -91,7 +91,7 @@ def _described(kind: str, fleet: Fleet | None, where: str) -> Island:
     from spindle.fleet.ray_nodes import label_text
 
     for island in () if fleet is None else fleet.cluster.islands:
-        if label_text(island.kind.name).lower().startswith(kind.lower()):
+        if island.kind.num_shares == 1 and label_text(island.kind.name).lower().startswith(kind.lower()):
             return island
     return preset_of(kind, where)
 

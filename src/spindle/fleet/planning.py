@@ -1,31 +1,52 @@
-"""Plans of cells, made in a process of their own: no round waits for one."""
+"""Plans of cells, and bounds of all cells of a job that has changed, made in a process of their own: no round waits for
+them."""
 
 from __future__ import annotations
 
+import json
 import multiprocessing
 from collections.abc import Iterator
 from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any
 
 from spindle.artifact import artifact_from_json, artifact_text
 from spindle.errors import SpindleError
 from spindle.fleet.cells import Cell, Estimate
-from spindle.fleet.estimates import planned_cell, workload_step
+from spindle.fleet.estimates import StepOn, bound_estimates, planned_cell, workload_step
 from spindle.fleet.fleet import Fleet
+from spindle.fleet.job import Job
+from spindle.fleet.store import Submission
+from spindle.graph import metagraph_of
 from spindle.launch import die_with_parent
-from spindle.workload import Workload
+from spindle.launch.agent import workload_report
+from spindle.profile import Profile
+from spindle.workload import Workload, read_workload
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlannedCell:
-    """The answer to a request: an estimate, and the plan with its profile as text; both empty where nothing fits."""
+    """The answer to a request: an estimate, and the plan with its profile as text; both empty where nothing fits.
+    `tasks` is the digest of what was planned."""
 
     job: str
+    tasks: str
     estimate: Estimate
     plan: str
     profile: str
+    error: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ChangedJob:
+    """A job whose tasks have changed: what it trains now, and bounds of its cells; `error` where it fits none."""
+
+    job: str
+    tasks: str
+    submission: Submission
+    bounds: tuple[Estimate, ...] = ()
     error: str = ""
 
 
@@ -34,33 +55,39 @@ class PlanningProcess:
 
     def __init__(self) -> None:
         self._pool: ProcessPoolExecutor | None = None
-        self._requests: dict[tuple[str, Cell], tuple[Future[PlannedCell], tuple[Any, ...]]] = {}
+        self._requests: dict[tuple[str, str, Cell | None], tuple[Future[Any], tuple[Any, ...]]] = {}
 
-    def request(self, job: str, workload: dict[str, Any], fleet: Fleet, bound: Estimate) -> None:
+    def request(self, job: str, submission: Submission, fleet: Fleet, bound: Estimate) -> None:
         """Have a cell planned, unless that was asked for before."""
-        if (job, bound.cell) not in self._requests:
-            arguments = (job, workload, fleet, bound)
-            self._requests[job, bound.cell] = self._submit(arguments), arguments
+        self._ask((job, tasks_of(submission), bound.cell), (plan_cell, job, submission, fleet, bound))
 
-    def _submit(self, arguments: tuple[Any, ...]) -> Future[PlannedCell]:
+    def request_bounds(self, job: Job, submission: Submission, fleet: Fleet, tasks: str) -> None:
+        """Have bounds computed for what a job says that it trains now, unless that was asked for before."""
+        self._ask((job.name, tasks, None), (changed_job, job, submission, fleet, tasks))
+
+    def _ask(self, key: tuple[str, str, Cell | None], arguments: tuple[Any, ...]) -> None:
+        if key not in self._requests:
+            self._requests[key] = self._submit(arguments), arguments
+
+    def _submit(self, arguments: tuple[Any, ...]) -> Future[Any]:
         if self._pool is None:
             context = multiprocessing.get_context("spawn")
             self._pool = ProcessPoolExecutor(1, mp_context=context, initializer=die_with_parent)
-        return self._pool.submit(plan_cell, *arguments)
+        return self._pool.submit(*arguments)
 
-    def done(self) -> Iterator[PlannedCell]:
-        """Plans that were made since the last call."""
+    def done(self) -> Iterator[PlannedCell | ChangedJob]:
+        """Answers to requests since the last call."""
         for key, (future, arguments) in list(self._requests.items()):
             if not future.done():
                 continue
             try:
-                planned = future.result()
+                answer = future.result()
             except BrokenProcessPool:  # killed: by a user, or out of memory
                 self._pool = None
                 self._requests[key] = self._submit(arguments), arguments
                 continue
             del self._requests[key]
-            yield planned
+            yield answer
 
     def close(self) -> None:
         if self._pool is not None:
@@ -69,16 +96,57 @@ class PlanningProcess:
                 process.kill()
 
 
-def plan_cell(job: str, workload: dict[str, Any], fleet: Fleet, bound: Estimate) -> PlannedCell:
-    """Plan a cell of a job; one that cannot be planned does not fit, with the reason."""
+def tasks_of(submission: Submission) -> str:
+    """The digest of what a submitted script trains; empty for any other command."""
+    if submission.workload is None:
+        return ""
+    return artifact_from_json(submission.workload, "workload", "workload", Workload).tasks_digest
+
+
+def changed_job(job: Job, submission: Submission, fleet: Fleet, tasks: str) -> ChangedJob:
+    """Bounds of what a job says that it trains now. Its measured profiles stay where they have all layers of it."""
+    unchanged = ChangedJob(job=job.name, tasks=tasks, submission=submission)
     try:
-        read = artifact_from_json(workload, f"job {job!r}", "workload", Workload)
-        estimate, plan, profile = planned_cell(workload_step(read), fleet, bound)
+        workload = read_workload(workload_report(submission.logs))
+        if workload.tasks_digest != tasks:
+            return replace(unchanged, error="it has written another one since")
+        graph = metagraph_of(workload)
+        profiles = {}
+        for kind, data in submission.profiles.items():
+            with suppress(KeyError, SpindleError):
+                measured = artifact_from_json(data, f"profile on {kind}", "profile", Profile).restricted(graph)
+                profiles[kind] = json.loads(artifact_text("profile", measured))
+        changed = replace(submission, workload=json.loads(artifact_text("workload", workload)), profiles=profiles)
+        bounds = bound_estimates(submitted_step(job.name, changed), fleet, job)
+    except (SpindleError, OSError) as error:
+        return replace(unchanged, error=str(error))
+    return replace(unchanged, submission=changed, bounds=bounds)
+
+
+def submitted_step(job: str, submission: Submission) -> StepOn:
+    """The step of a submitted script: from its measured profiles where it has them, else from a roofline."""
+    workload = artifact_from_json(submission.workload or {}, f"job {job!r}", "workload", Workload)
+    profiles = {
+        kind: artifact_from_json(data, f"job {job!r}, profile on {kind}", "profile", Profile)
+        for kind, data in submission.profiles.items()
+    }
+    return workload_step(workload, measured=profiles)
+
+
+def plan_cell(job: str, submission: Submission, fleet: Fleet, bound: Estimate) -> PlannedCell:
+    """Plan a cell of a job; one that cannot be planned does not fit, with the reason."""
+    tasks = tasks_of(submission)
+    try:
+        estimate, plan, profile = planned_cell(submitted_step(job, submission), fleet, bound)
     except SpindleError as error:
         unfit = replace(bound, grade="planned", fits=False)
-        return PlannedCell(job=job, estimate=unfit, plan="", profile="", error=str(error))
+        return PlannedCell(job=job, tasks=tasks, estimate=unfit, plan="", profile="", error=str(error))
     if plan is None or profile is None:
-        return PlannedCell(job=job, estimate=estimate, plan="", profile="")
+        return PlannedCell(job=job, tasks=tasks, estimate=estimate, plan="", profile="")
     return PlannedCell(
-        job=job, estimate=estimate, plan=artifact_text("plan", plan), profile=artifact_text("profile", profile)
+        job=job,
+        tasks=tasks,
+        estimate=estimate,
+        plan=artifact_text("plan", plan),
+        profile=artifact_text("profile", profile),
     )

@@ -325,6 +325,7 @@ class RayEngine:
                 plan=start.plan,
                 profile=start.profile,
                 grace_s=start.grace_s,
+                memory=f"{self._prefix}{start.job} on {self._ids[share.node]}",  # as long as the node lives
             )
             calls.append(agent.start.remote(part))
             first += share.num_devices
@@ -395,6 +396,7 @@ class RayEngine:
             num_taken=max((report.num_taken for report in reports), default=0),
             step_s=max(times_s, default=None),
             checkpoints=next((report.checkpoints for report in reports if report.checkpoints), ""),
+            tasks=next((report.tasks for report in reports if report.tasks), ""),
             **fields,
         )
 

@@ -24,8 +24,14 @@ NODE_LABEL, KIND_LABEL = "spindle-node", "spindle-kind"
 LOOPBACK = "127.0.0.1"
 _OBJECT_STORE_BYTES = 80 << 20  # the least that Ray accepts; nothing goes through it
 _ENDED_S = 5.0
-# A raylet that was killed refuses connections at once, so it is found dead in 4 s instead of 15.
-_HEALTH = {"health_check_initial_delay_ms": 2000, "health_check_period_ms": 1000, "health_check_failure_threshold": 4}
+# A raylet that was killed refuses connections at once, so it is found dead in 4 s instead of 15; one that hangs, or is
+# cut off, in 20 s instead of 50.
+_HEALTH = {
+    "health_check_initial_delay_ms": 2000,
+    "health_check_period_ms": 1000,
+    "health_check_timeout_ms": 4000,
+    "health_check_failure_threshold": 4,
+}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -218,7 +218,7 @@ def _measured(state: State, job: JobState, step_s: float, estimated_s: float) ->
     old = job.estimate(cell)
     assert old is not None
     corrections = job.corrections
-    if old.grade != "measured":
+    if old.grade == "planned":  # a bound says nothing about plans of other cells
         corrections = (
             *(entry for entry in corrections if entry.kind != cell.kind),
             KindValue(kind=cell.kind, value=step_s / old.step_s),

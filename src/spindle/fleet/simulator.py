@@ -46,7 +46,7 @@ from spindle.fleet.fleet_timeline import (
     waits_of,
 )
 from spindle.fleet.job import Job
-from spindle.fleet.leases import are_guaranteed, check_wait, note_due_jobs
+from spindle.fleet.leases import Due, are_guaranteed, check_wait, goes_ahead, note_due_jobs
 from spindle.fleet.scheduler import schedule
 from spindle.fleet.state import WAITING, JobState, SchedulerOptions, State
 from spindle.fleet.trace import Injection, Trace, TraceJob
@@ -137,10 +137,11 @@ class _Machine:
         self.num_left = 0
         self.last_event_s = 0.0
         self.down: set[str] = set()
-        self.num_ahead: dict[str, int] = {}
-        # Lost nodes, promises and urgent jobs may take what a lease would need.
-        ordinary = not any(job.job.is_urgent or job.job.deadline_s is not None for job in trace.jobs)
-        self.checks_waits = are_guaranteed(options) and not injection.failures_per_hour and ordinary
+        self.due_jobs: dict[str, Due] = {}
+        self.has_ahead = any(job.job.is_urgent or job.job.deadline_s is not None for job in trace.jobs)
+        self.ahead_s = 0.0  # in which jobs that go ahead of leases have held devices
+        # Lost nodes may take what a lease would need.
+        self.checks_waits = are_guaranteed(options) and not injection.failures_per_hour
         self.slow = _slow_nodes(fleet, injection)
         self._submit_all()
         self.failures = random.Random(f"failures {injection.seed}")
@@ -218,7 +219,7 @@ class _Machine:
         if self.reasons is not None:
             self.reasons.note(self.state)
         if self.checks_waits:
-            note_due_jobs(self.state, self.num_ahead)
+            note_due_jobs(self.state, self.due_jobs, self.ahead_s)
         idle = len(self.rounds) > 1 and waiting == len(self.state.jobs) and not self.queue and not self.down
         if idle and self.options.starvation_s + 2 * 86400 < time_s - self.last_event_s:
             raise FleetError(
@@ -230,6 +231,8 @@ class _Machine:
         """Tell the scheduler, and do what it answers."""
         if not isinstance(event, Ticked):
             self.last_event_s = event.time_s
+        if self.has_ahead and any(goes_ahead(job) and job.allocation is not None for job in self.state.jobs):
+            self.ahead_s += max(0.0, event.time_s - self.state.now_s)
         self.state, actions = schedule(self.state, event)
         if self.observe is not None:
             self.observe(event, actions)
@@ -278,9 +281,9 @@ class _Machine:
         if isinstance(action, Start):
             wait_s = time_s - run.waiting_since_s
             run.longest_wait_s = max(run.longest_wait_s, wait_s)
-            num_ahead = self.num_ahead.pop(action.job, None)
+            due = self.due_jobs.pop(action.job, None)
             if self.checks_waits:
-                check_wait(self.options, num_ahead, wait_s, self._cost_s(run), action.job)
+                check_wait(self.options, due, wait_s, self.ahead_s, self._cost_s(run), action.job)
         cost_s = self._cost_s(run)
         self._push(Started(time_s=time_s + cost_s, job=action.job, attempt=action.attempt))
 

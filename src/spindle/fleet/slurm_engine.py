@@ -32,7 +32,7 @@ from spindle.fleet.engine import ENDED, LOST, PENDING, RUNNING, AttemptReport, A
 from spindle.fleet.fleet import Fleet
 from spindle.launch import variables
 from spindle.launch.activity import HangDetector, hung_limit_s, read_activities
-from spindle.launch.agent import COMPLETED, FAILED, STOPPED
+from spindle.launch.agent import COMPLETED, FAILED, STOPPED, workload_report
 from spindle.launch.failure import parse_failures
 from spindle.launch.ranks import log_end, log_path
 from spindle.launch.slurm_rank import REPORTS_FOLDER
@@ -220,6 +220,7 @@ class SlurmEngine:
             variables.ATTEMPT: str(start.attempt),
             variables.ACTIVITY: str(folder / "activity"),
             variables.RECORD_S: "1",
+            variables.WORKLOAD_REPORT: str(workload_report(start.submission.logs)),
             REPORTS_FOLDER: str(folder / "failures"),
             **start.submission.environment,
         }
@@ -346,6 +347,7 @@ class SlurmEngine:
             num_taken=max((activity.num_taken for activity in activities), default=0),
             step_s=max(times_s, default=None),
             checkpoints=next((activity.checkpoints for activity in activities if activity.checkpoints), ""),
+            tasks=next((activity.tasks for activity in activities if activity.tasks), ""),
         )
         with suppress(OSError, ValueError):
             return self._ended(report, attempt, int((attempt.folder / "exit").read_text()))

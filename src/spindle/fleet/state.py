@@ -36,7 +36,8 @@ class SchedulerOptions:
     """`policy` names a policy of `fleet.policies`. Times are in seconds.
 
     `realloc_s` replaces the initial cost of a reallocation where it is not None. `starvation_s` (G) is how long a job
-    waits before it gets a lease, of at least `lease_s` (H) of running; `leases` False switches them off.
+    waits before it gets a lease, of at least `lease_s` (H) of running; `leases` False switches them off. Leases begin
+    while they have at most `lease_share` of the devices of a kind.
     """
 
     policy: str = "price"
@@ -50,6 +51,7 @@ class SchedulerOptions:
     leases: bool = True
     starvation_s: float = 12 * 3600.0
     lease_s: float = 3 * 3600.0
+    lease_share: float = 0.6
     max_failures: int = 3
 
     def __post_init__(self) -> None:
@@ -59,6 +61,8 @@ class SchedulerOptions:
             raise FleetError(
                 f"rounds need 0 < min_interval_s <= max_interval_s, got {self.min_interval_s} and {self.max_interval_s}"
             )
+        if not 0 < self.lease_share <= 1:
+            raise FleetError(f"lease_share must be above 0 and at most 1, got {self.lease_share}")
         if self.realloc_s is not None and not self.realloc_s >= 0:
             raise FleetError(f"realloc_s must not be negative, got {self.realloc_s}")
 

@@ -22,14 +22,23 @@ import sqlite3
 import time
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from spindle.artifact import from_json, to_json
 from spindle.errors import InputError, StoreError
 from spindle.fleet.cells import Cell
-from spindle.fleet.events import Action, Event, NodeShare, action_from_json, action_json, event_from_json, event_json
+from spindle.fleet.events import (
+    Action,
+    Event,
+    NodeShare,
+    Submitted,
+    action_from_json,
+    action_json,
+    event_from_json,
+    event_json,
+)
 from spindle.fleet.fleet import Fleet
 from spindle.fleet.state import SchedulerOptions
 
@@ -68,7 +77,7 @@ CREATE TRIGGER events_last BEFORE DELETE ON events BEGIN SELECT RAISE(ABORT, 'ev
 class Submission:
     """How a job is started. `command` is a training script with its arguments (`is_script`), or any program with its
     own; it runs in `folder`, with `environment` added, and its ranks write to `logs`. `workload` is what the script
-    trains, from which its cells are planned."""
+    trains, from which its cells are planned; `profiles` are measurements of it, by kind of device."""
 
     command: tuple[str, ...]
     is_script: bool
@@ -76,6 +85,7 @@ class Submission:
     logs: str
     environment: dict[str, str]
     workload: dict[str, Any] | None = None
+    profiles: dict[str, dict[str, Any]] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -124,7 +134,8 @@ class WrittenAction:
 
 
 def is_store(path: Path) -> bool:
-    """Whether a file is a SQLite database."""
+    """Whether a file is a SQLite database. Not for a process that has opened it as a store: POSIX drops all locks of a
+    process on a file when it closes any descriptor of it, and SQLite relies on them."""
     try:
         with path.open("rb") as file:
             return file.read(len(_MAGIC)) == _MAGIC
@@ -156,6 +167,7 @@ class Store:
         try:
             with _errors(path):
                 connection = _connect(path)
+                _configure(path, connection)
                 values = {
                     "spindle": _KIND,
                     "version": str(VERSION),
@@ -174,26 +186,18 @@ class Store:
     @classmethod
     def open(cls, path: Path) -> Store:
         """The store of a fleet, of this version."""
-        if not path.exists():
-            raise InputError(f"{path}: no such file; start a fleet with `spindle fleet up`, or name its --store")
-        if not is_store(path):
-            raise InputError(f"{path}: expected the store of a fleet (a SQLite file that `spindle fleet up` made)")
+        if not path.is_file():
+            problem = "is no file" if path.exists() else "no such file"
+            raise InputError(f"{path}: {problem}; start a fleet with `spindle fleet up`, or name its --store")
         with _errors(path):
             connection = _connect(path)
             try:
-                meta = dict(connection.execute("SELECT key, value FROM meta WHERE key IN ('spindle', 'version')"))
-            except sqlite3.OperationalError as error:
-                if "no such table" not in str(error):
-                    raise
-                meta = {}
-            if meta.get("spindle") != _KIND:
-                raise InputError(f"{path}: expected the store of a fleet, got another SQLite file")
-            if meta["version"] != str(VERSION):
-                raise InputError(
-                    f"{path}: a store of version {meta['version']}, this Spindle reads version {VERSION}; use the "
-                    "Spindle that wrote it, or start a fleet with another --store"
-                )
-            return cls(path, connection)
+                _check_meta(path, connection)
+                _configure(path, connection)  # only now: it writes
+                return cls(path, connection)
+            except BaseException:
+                connection.close()
+                raise
 
     def close(self) -> None:
         self._connection.close()
@@ -256,8 +260,9 @@ class Store:
         plans: Iterable[StoredPlan] = (),
         answers: Iterable[tuple[int, str]] = (),
     ) -> list[int]:
-        """Append an event with the scheduler's actions, the submission of a new job, plans of the event's job and
-        answers to commands, all or nothing. Returns the numbers of the actions."""
+        """Append an event with the scheduler's actions, the submission of a job that is new or has changed, plans of
+        the event's job and answers to commands, all or nothing. Plans of what a job was before are dropped. Returns the
+        numbers of the actions."""
         with self._transaction() as cursor:
             body = _dump(event_json(event))
             number = cursor.execute("INSERT INTO events (time_s, body) VALUES (?, ?)", (event.time_s, body)).lastrowid
@@ -267,8 +272,11 @@ class Store:
                 numbers.append(cursor.execute("INSERT INTO actions (event, body) VALUES (?, ?)", row).lastrowid or 0)
             job = getattr(event, "job", "")
             name = job if isinstance(job, str) else job.name
-            if submission is not None:
+            if submission is not None and isinstance(event, Submitted):
                 cursor.execute("INSERT INTO jobs VALUES (?, ?)", (name, _dump(to_json(submission))))
+            elif submission is not None:
+                cursor.execute("UPDATE jobs SET submission = ? WHERE name = ?", (_dump(to_json(submission)), name))
+                cursor.execute("DELETE FROM plans WHERE job = ?", (name,))
             rows = [(name, each.cell.kind, each.cell.num_devices, each.plan, each.profile) for each in plans]
             cursor.executemany("INSERT OR REPLACE INTO plans VALUES (?, ?, ?, ?, ?)", rows)
             _answer(cursor, answers)
@@ -442,11 +450,33 @@ class Store:
 
 
 def _connect(path: Path) -> sqlite3.Connection:
-    connection = sqlite3.connect(path, timeout=_BUSY_S, isolation_level=None)
+    return sqlite3.connect(path, timeout=_BUSY_S, isolation_level=None)
+
+
+def _check_meta(path: Path, connection: sqlite3.Connection) -> None:
+    """Refuse what is not the store of a fleet, or of another version."""
+    try:
+        meta = dict(connection.execute("SELECT key, value FROM meta WHERE key IN ('spindle', 'version')"))
+    except sqlite3.DatabaseError as error:
+        if getattr(error, "sqlite_errorcode", None) == sqlite3.SQLITE_NOTADB:
+            expected = "expected the store of a fleet (a SQLite file that `spindle fleet up` made)"
+            raise InputError(f"{path}: {expected}") from error
+        if "no such table" not in str(error):
+            raise
+        meta = {}
+    if meta.get("spindle") != _KIND:
+        raise InputError(f"{path}: expected the store of a fleet, got another SQLite file")
+    if meta["version"] != str(VERSION):
+        raise InputError(
+            f"{path}: a store of version {meta['version']}, this Spindle reads version {VERSION}; use the "
+            "Spindle that wrote it, or start a fleet with another --store"
+        )
+
+
+def _configure(path: Path, connection: sqlite3.Connection) -> None:
     # A write-ahead log needs memory that all processes share, which a network file system has not.
     connection.execute(f"PRAGMA journal_mode = {'DELETE' if network_file_system(path) else 'WAL'}")
     connection.execute("PRAGMA synchronous = FULL")
-    return connection
 
 
 def network_file_system(path: Path) -> str:

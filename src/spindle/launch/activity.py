@@ -55,6 +55,7 @@ class Activity:
     slowness: float | None = None  # compute measured over predicted, of the last steps
     host: str = ""
     is_first_step: bool = False  # of a fit, or after a pause
+    tasks: str = ""  # a digest of what it trains
 
     def __post_init__(self) -> None:
         """Validate the fields: records are read from files."""
@@ -83,6 +84,7 @@ class Recorder:
         self._num_records = 0
         self._longest_step_s = 0.0
         self._is_first_step = False
+        self._tasks = ""
         self._last_s: float | None = None
         self._thread: threading.Thread | None = None
 
@@ -101,6 +103,13 @@ class Recorder:
                 self._steps_s.append(now_s - self._last_s)
         self._last_s, self.step, self.is_watched, self._is_first_step = now_s, step, True, False
         self.num_events += 1
+
+    def begin_tasks(self, tasks: str) -> None:
+        """Note what is trained from the next step on, as a digest; steps of other tasks are no measure of it."""
+        if tasks != self._tasks:
+            self._tasks = tasks
+            self._steps_s.clear()
+            self._last_s = None
 
     def pause(self) -> None:
         """End the watch, until another step begins."""
@@ -141,6 +150,7 @@ class Recorder:
             slowness=self.slowness,
             host=socket.gethostname(),
             is_first_step=self._is_first_step,
+            tasks=self._tasks,
         )
 
     def start(self) -> None:

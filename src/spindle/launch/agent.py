@@ -24,6 +24,7 @@ from pathlib import Path
 
 from spindle.launch import variables
 from spindle.launch.folders import private_folder
+from spindle.launch.node_memory import forget, keep, node_memory
 from spindle.launch.ranks import (
     AFTER_FAILURE,
     HostRanks,
@@ -46,7 +47,8 @@ _RECORD_S = "1"  # seconds between records of ranks
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NodePart:
     """What one node runs of an attempt: `num_ranks` of `world_size` ranks, from `first_rank` on. Rank 0 listens on
-    `address` and `port`, which are empty where all ranks are on one node. `plan` and `profile` are files as text."""
+    `address` and `port`, which are empty where all ranks are on one node. `plan` and `profile` are files as text.
+    `memory` names the job on this node, on which its next attempt finds checkpoints in memory; empty: none are kept."""
 
     attempt: int
     command: tuple[str, ...]
@@ -64,11 +66,13 @@ class NodePart:
     plan: str = ""
     profile: str = ""
     grace_s: float = 30.0
+    memory: str = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PartReport:
-    """How far a node's ranks are. `step` is the number of steps that are done, `num_taken` those of this attempt.
+    """How far a node's ranks are. `step` is the number of steps that are done, `num_taken` those of this attempt;
+    `tasks` is a digest of what they train.
 
     Once they have ended: `outcome` says how, `is_own` whether the script failed by an exception of its own, `is_cause`
     whether the failure began here, at `failed_at` (seconds since the epoch).
@@ -79,6 +83,7 @@ class PartReport:
     num_taken: int = 0
     step_s: float | None = None
     checkpoints: str = ""
+    tasks: str = ""
     outcome: str = ""
     is_own: bool = False
     is_cause: bool = False
@@ -98,6 +103,7 @@ class Agent:
         self._stopping: float | None = None  # seconds of grace
         self._reason = ""
         self._thread: threading.Thread | None = None
+        self._memory: Path | None = None  # for checkpoints, which outlives this agent
 
     @property
     def report(self) -> PartReport:
@@ -124,6 +130,10 @@ class Agent:
             stack.callback(host.close)
             logs = make_folder(Path(part.logs))
             environment = self._environment(part, scratch, private, activity)
+            if part.memory and is_whole:  # ranks of several nodes do not see each other's
+                self._memory = stack.enter_context(node_memory(part.memory, part.attempt))
+            if self._memory is not None:
+                environment[variables.MEMORY] = str(self._memory)
             command = list(part.command)
             if part.is_script:
                 command = [sys.executable, "-P", "-m", "spindle.launch.worker", *command]
@@ -160,6 +170,7 @@ class Agent:
         common |= {
             variables.SECRET: part.secret,
             variables.ATTEMPT: str(part.attempt),
+            variables.WORKLOAD_REPORT: str(workload_report(part.logs)),
             variables.RECORD_S: _RECORD_S,
         }
         if part.plan:
@@ -195,6 +206,8 @@ class Agent:
                 host.sweep()
             self._note_progress(host)
             last = self._ending(part, host)
+            was_killed = any(ending.code == -signal.SIGKILL for ending in host.endings())
+            (keep if last.outcome == FAILED or was_killed else forget)(self._memory)
         self._latest = last
 
     def _note_progress(self, host: HostRanks) -> None:
@@ -209,6 +222,7 @@ class Agent:
             num_taken=max(activity.num_taken for activity in activities),
             step_s=max(times_s, default=None),
             checkpoints=next((activity.checkpoints for activity in activities if activity.checkpoints), ""),
+            tasks=next((activity.tasks for activity in activities if activity.tasks), ""),
         )
 
     def _ending(self, part: NodePart, host: HostRanks) -> PartReport:
@@ -216,7 +230,7 @@ class Agent:
             return replace(self._latest, outcome=COMPLETED)
         if self._stopping is not None:
             return replace(self._latest, outcome=STOPPED, reason=self._reason)
-        result = verdict(host.endings(), host.failures(), lambda rank: log_end(log_path(Path(part.logs), rank)))
+        result = verdict(host.endings(), host.failures(), lambda rank: _own_log_end(part, rank))
         if result.code == 128 + signal.SIGTERM:  # ranks, here or on another node, got the signal from somebody else
             return replace(self._latest, outcome=STOPPED, reason="its ranks were stopped by a signal")
         with suppress(OSError), log_path(Path(part.logs), result.rank).open("a") as log:
@@ -233,6 +247,18 @@ class Agent:
             step=self._latest.step if result.step is None else result.step,
             reason=result.text,
         )
+
+
+def _own_log_end(part: NodePart, rank: int) -> str:
+    """The last lines of a rank's output, without those of attempts before."""
+    lines = log_end(log_path(Path(part.logs), rank)).splitlines()
+    begins = [number for number, line in enumerate(lines, 1) if line.startswith("--- attempt ")]
+    return "\n".join(lines[begins[-1] if begins else 0 :])
+
+
+def workload_report(logs: str) -> Path:
+    """The file to which a job writes what it trains, beside its logs."""
+    return Path(logs) / "workload.json"
 
 
 def _begin_log(log: Path, part: NodePart) -> None:

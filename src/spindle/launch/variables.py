@@ -9,6 +9,7 @@ RECORD_S = "SPINDLE_RECORD_S"  # seconds between two of these records
 LISTENING = "SPINDLE_LISTENING"  # the descriptor of a socket that listens on MASTER_PORT; empty but on rank 0
 PLAN = "SPINDLE_PLAN"  # files of the plan and the profile that a scheduler has for this start of the job
 PLAN_PROFILE = "SPINDLE_PLAN_PROFILE"
+WORKLOAD_REPORT = "SPINDLE_WORKLOAD_REPORT"  # the file to which rank 0 writes what it trains, for a scheduler
 ATTEMPT = "SPINDLE_ATTEMPT"  # which start of the job this is, from 1, by its scheduler: the newest commits checkpoints
 MEMORY = "SPINDLE_MEMORY"  # a folder in memory that outlives ranks, for checkpoints
 SECRET = "SPINDLE_SECRET"  # the key that signs pickled messages between ranks; under torchrun the user sets it

@@ -25,6 +25,8 @@ def measure_contention(works: Sequence[Work], *, splits: bool = False) -> tuple[
     """Pressure and fill of the forward and the backward of a layer, given copies of it; if it `splits`, also of both
     parts of a split backward, and the share of the time that its weight gradients take."""
     share = None
+    if not all(work.is_graphed for work in works):
+        return ALONE, share
     try:
         contention = _contention(works)
         if splits and contention is not ALONE:
@@ -75,6 +77,14 @@ def _shares(replays: Sequence[Callable[[], None]]) -> tuple[float, float]:
         return 0.0, _LEAST_FILL
     fill = all_s / (len(replays) * alone_s)
     return max(0.0, pair_s / alone_s - 1), min(1.0, max(_LEAST_FILL, fill))
+
+
+def slowdown_of_pair(replays: Sequence[Callable[[], None]], streams: Sequence[torch.cuda.Stream]) -> float:
+    """The slowdown, minus one, of two at a time, each on its own stream."""
+    once_s = max(_together_s(replays[:1], streams, _MIN_REPEATS), 1e-6)
+    num_repeats = min(_MAX_REPEATS, max(_MIN_REPEATS, round(_BUSY_S / once_s)))
+    alone_s = max(_together_s([replay], [stream], num_repeats) for replay, stream in zip(replays, streams, strict=True))
+    return max(0.0, _together_s(replays, streams, num_repeats) / alone_s - 1) if alone_s > 0 else 0.0
 
 
 def _together_s(replays: Sequence[Callable[[], None]], streams: Sequence[torch.cuda.Stream], num_repeats: int) -> float:

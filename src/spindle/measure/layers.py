@@ -16,13 +16,15 @@ from typing import Any
 import torch
 from torch.utils._pytree import tree_leaves
 
+from spindle.cluster import SmGroups
 from spindle.errors import PeerLostError
 from spindle.graph import MetaGraph
 from spindle.measure.cache import Cache, Times
 from spindle.measure.contention import ALONE, NUM_COPIES, measure_contention
 from spindle.measure.rank_sync import RankSync
+from spindle.measure.sm_times import measure_sm_times
 from spindle.measure.timing import Cut, Work, time_passes
-from spindle.profile import Contention, ItemTimes, LayerSamples
+from spindle.profile import Contention, ItemTimes, LayerSamples, SmTimes
 from spindle.run import (
     Axes,
     ItemCode,
@@ -41,6 +43,7 @@ from spindle.run import (
 )
 
 _MAX_SIZES, _MAX_SIZES_ON_GPU = 6, 8
+_MAX_CONTENDED = 3  # numbers of rows at which copies of an op share the device
 _MAX_LAYERS = 3  # of an op that are timed
 
 
@@ -66,11 +69,20 @@ class _Point:
 
 def shares(batch_size: int, num_devices: int, max_sizes: int = _MAX_SIZES) -> list[int]:
     """Numbers of rows per device in splits over up to `num_devices`; at most `max_sizes`, first and last included."""
-    sizes = sorted({-(-batch_size // count) for count in range(1, min(batch_size, num_devices) + 1)})
-    if len(sizes) <= max_sizes:
+    return _spread(sorted({-(-batch_size // count) for count in range(1, min(batch_size, num_devices) + 1)}), max_sizes)
+
+
+def _spread(sizes: list[int], most: int) -> list[int]:
+    """At most so many of the sizes, first and last included."""
+    if len(sizes) <= most:
         return sizes
-    step = (len(sizes) - 1) / (max_sizes - 1)
-    return sorted({sizes[round(number * step)] for number in range(max_sizes)})
+    step = (len(sizes) - 1) / (most - 1)
+    return sorted({sizes[round(number * step)] for number in range(most)})
+
+
+def _distance(rows: int, others: int) -> float:
+    """How different two numbers of rows are, as a ratio."""
+    return max(rows / others, others / rows)
 
 
 class LayerMeter:
@@ -83,6 +95,7 @@ class LayerMeter:
         self._rank_sync, self._cache = rank_sync, cache  # the first rank has the cache
         self._known: dict[tuple[tuple[str, str], ...], Times] = {}
         self._contention: dict[tuple[tuple[str, str], ...], tuple[Contention, float | None]] = {}
+        self._sm_times: dict[tuple[tuple[str, str], ...], SmTimes] = {}
 
     def times(self, points: Sequence[_Point | Exception]) -> list[Times | Exception]:
         """The times of one layer at each point, or the error that prevented them."""
@@ -108,11 +121,29 @@ class LayerMeter:
         points = [copy for copy in copies if isinstance(copy, _Point)]
         if len(points) < len(copies):
             return ALONE, None
-        key = _sorted(points[0].key)
+        splits = splits and bool(points[0].work.parameters)
+        point = {**points[0].key, "splits": str(splits)}
+        key = _sorted(point)
         if key not in self._contention:
-            splits = splits and bool(points[0].work.parameters)
-            self._contention[key] = measure_contention([point.work for point in points], splits=splits)
+            known = None if self._cache is None else self._cache.find_contention(point)
+            self._contention[key] = known or measure_contention([copy.work for copy in points], splits=splits)
+            # Not where copies did not fit: another time there may be more memory.
+            if known is None and self._cache is not None and self._contention[key][0] is not ALONE:
+                self._cache.store_contention(point, *self._contention[key])
         return self._contention[key]
+
+    def sm_times(self, copies: Sequence[_Point | Exception], groups: SmGroups) -> SmTimes | None:
+        """How long a layer takes on some of the SMs, given copies of it; each kind of layer is measured once."""
+        points = [copy for copy in copies if isinstance(copy, _Point)]
+        if len(points) < len(copies):
+            return None
+        key, point = _sorted(points[0].key), {**points[0].key, "SM groups": str(groups)}
+        if key not in self._sm_times:
+            known = None if self._cache is None else self._cache.find_sm_times(point)
+            self._sm_times[key] = known or measure_sm_times([copy.work for copy in points], groups)
+            if known is None and self._cache is not None:
+                self._cache.store_sm_times(point, self._sm_times[key])
+        return self._sm_times[key]
 
     def _find(self, point: _Point | Exception) -> Times | None:
         if isinstance(point, Exception):
@@ -151,11 +182,12 @@ def measure_layers(
     *,
     graphs: bool = False,
     lanes: bool = False,
+    sm_groups: SmGroups | None = None,
     notify: Callable[[str], None] = lambda text: None,
     progress: Callable[[float], None] = lambda share: None,
 ) -> dict[str, LayerSamples]:
     """Times of one layer of each op, by op name; with `lanes`, how much layers that share a device slow each other
-    down. Leaves no gradients behind."""
+    down, and with `sm_groups`, how long they take on some of its SMs. Leaves no gradients behind."""
     sizes = [_sizes(graph, position, num_devices, device) for position in range(len(graph.metaops))]
     samples: dict[str, LayerSamples] = {}
     num_done = 0
@@ -164,28 +196,46 @@ def measure_layers(
             op = graph.metaops[position]
             assert op.batch_size is not None
             points: list[_Point | Exception] = []
+            arguments: dict[int, tuple[Any, dict[str | None, Any]]] = {}  # by rows
             for rows in sizes[position]:
                 batch = cut(batches[op.task], batch_axes[op.task], op.batch_size, 0, rows)
                 inputs = {
                     graph.metaops[source].call: as_leaves(cut(nest, _axes(code[source]), op.batch_size, 0, rows))
                     for source, nest in op_inputs.items()
                 }
+                arguments[rows] = batch, inputs
                 points.append(_point(code[position], kinds[position], batch, inputs, device, graphs, num_devices > 1))
             measured = _samples(op.task, op.name, sizes[position], meter.times(points))
             if lanes:
                 try:
-                    copies = [
-                        _point(copy, kinds[position], batch, inputs, device, graphs, False)
-                        for copy in _copies(code[position], batch, inputs)
-                    ]
-                    # A compiled backward is one node of the autograd graph, which cannot be split.
-                    contention, share = meter.contention(copies, splits=not _is_compiled(code[position]))
-                    measured = replace(measured, contention=(contention,) * len(measured.rows), weight_share=share)
+                    contentions: dict[int, tuple[Contention, float | None]] = {}
+                    for rows in _spread(list(measured.rows), _MAX_CONTENDED):
+                        copies = [
+                            _point(copy, kinds[position], *arguments[rows], device, graphs, False)
+                            for copy in _copies(code[position], *arguments[rows])
+                        ]
+                        # A compiled backward is one node of the autograd graph, which cannot be split.
+                        contentions[rows] = meter.contention(copies, splits=not _is_compiled(code[position]))
+                    nearest = [min(contentions, key=partial(_distance, rows)) for rows in measured.rows]
+                    measured = replace(
+                        measured,
+                        contention=tuple(contentions[rows][0] for rows in nearest),
+                        weight_share=contentions[nearest[-1]][1],
+                    )
                 except Exception as error:  # nothing that training needs has failed
                     lanes = False
                     notify(
                         f"no lanes: measuring how copies of {op.name} share the GPU failed with "
                         f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}"
+                    )
+            if lanes and sm_groups is not None:
+                try:
+                    measured = replace(measured, sm_times=meter.sm_times(copies, sm_groups))
+                except Exception as error:
+                    sm_groups = None
+                    notify(
+                        f"no quotas: measuring {op.name} on some of the SMs failed with {type(error).__name__}: "
+                        f"{(str(error).splitlines() or [''])[0]}"
                     )
             samples[op.name] = measured
             num_done += len(points)

@@ -1,8 +1,10 @@
 """Measure links between ranks.
 
 Latency is half the round trip of a small message while nothing computes (`p2p_latency` measures it while ranks
-compute). Bandwidth on GPUs of one host is that of an all-reduce over all ranks, as bytes that each rank sends around a
-ring, because most traffic is gradients; elsewhere it is that of a large message.
+compute). Bandwidth inside a host is that of an all-reduce over all ranks, as bytes that each rank sends around a ring,
+because most traffic is gradients (and gloo's all-reduces move a third of the bytes per second that its messages do);
+between hosts it is that of a large message. All-to-alls, with which sequence groups exchange tokens, are measured over
+all ranks of one host.
 """
 
 from __future__ import annotations
@@ -19,8 +21,11 @@ from spindle.run import Message, World, peers
 
 # Float32 elements. The large message takes clearly longer than the latency, even on a busy machine.
 _SMALL, _LARGE = 1, 1 << 21
-_SMALL_REDUCE, _LARGE_REDUCE = 1 << 22, 1 << 28  # bytes; both large enough to use the protocol of gradients
-_MIN_BYTE_SHARE = 0.25  # of the time of a large all-reduce that is due to its bytes
+# Bytes of all-reduces; both large enough to use the protocol of gradients.
+_REDUCES, _REDUCES_ON_GPU = (1 << 18, 1 << 22), (1 << 22, 1 << 28)
+_SMALL_EXCHANGE, _LARGE_EXCHANGE = 1 << 12, 1 << 22  # bytes of a rank, on a CPU; more on a GPU
+_GPU_EXCHANGE = 16
+_MIN_BYTE_SHARE = 0.25  # of the time of a large collective that is due to its bytes
 _REPEATS, _REPEATS_ON_GPU = 5, 25
 
 
@@ -37,11 +42,37 @@ def measure_link(world: World, pair: tuple[int, int] = (0, 1), *, summed: torch.
     shared: Link = world.broadcast_object(link, pair[0])
     if summed is None:
         return shared
-    small_s, large_s = (_all_reduce_s(world, size, summed) for size in (_SMALL_REDUCE, _LARGE_REDUCE))
-    rate = ring_bytes(_LARGE_REDUCE - _SMALL_REDUCE, world.size) / max(large_s - small_s, _MIN_BYTE_SHARE * large_s)
-    fixed_s = max(0.0, small_s - ring_bytes(_SMALL_REDUCE, world.size) / rate)
+    small, large = _REDUCES_ON_GPU if world.device.type == "cuda" else _REDUCES
+    small_s, large_s = (_all_reduce_s(world, size, summed) for size in (small, large))
+    rate = ring_bytes(large - small, world.size) / max(large_s - small_s, _MIN_BYTE_SHARE * large_s)
+    fixed_s = max(0.0, small_s - ring_bytes(small, world.size) / rate)
     result: Link = world.broadcast_object(replace(shared, bytes_per_s=rate, collective_s=fixed_s))
     return result
+
+
+def measure_all_to_all(world: World) -> Link:
+    """Measure the link as all-to-alls over all ranks use it. A collective: all ranks get the same result."""
+    on_gpu = world.device.type == "cuda"
+    sizes = [size * (_GPU_EXCHANGE if on_gpu else 1) for size in (_SMALL_EXCHANGE, _LARGE_EXCHANGE)]
+    seconds = []
+    for size in sizes:
+        sent = torch.zeros(world.size, size // world.size, dtype=torch.uint8, device=world.device)
+        received = torch.empty_like(sent)
+
+        def exchange(sent: torch.Tensor = sent, received: torch.Tensor = received) -> None:
+            dist.all_to_all_single(received, sent, group=world.everyone)
+            if on_gpu:
+                torch.cuda.synchronize(world.device)
+
+        world.barrier()
+        with peers("measuring links"):
+            seconds.append(median_s(exchange, _REPEATS_ON_GPU if on_gpu else _REPEATS, world.device))
+    small_s, large_s = seconds
+    num_bytes = [size * (world.size - 1) / world.size for size in sizes]
+    rate = (num_bytes[1] - num_bytes[0]) / max(large_s - small_s, _MIN_BYTE_SHARE * large_s)
+    fixed_s = max(0.0, small_s - num_bytes[0] / rate)
+    link: Link = world.broadcast_object(Link(bytes_per_s=rate, latency_s=fixed_s, collective_s=fixed_s))
+    return link
 
 
 def _all_reduce_s(world: World, num_bytes: int, dtype: torch.dtype) -> float:
@@ -54,7 +85,7 @@ def _all_reduce_s(world: World, num_bytes: int, dtype: torch.dtype) -> float:
 
     world.barrier()
     with peers("measuring links"):
-        return median_s(all_reduce_and_wait, _REPEATS_ON_GPU, world.device)
+        return median_s(all_reduce_and_wait, _repeats(world), world.device)
 
 
 def _round_trip_s(world: World, pair: tuple[int, int], size: int) -> float:
@@ -69,4 +100,8 @@ def _round_trip_s(world: World, pair: tuple[int, int], size: int) -> float:
             world.exchange([], [message])
             world.exchange([message], [])
 
-    return median_s(round_trip, _REPEATS_ON_GPU if world.device.type == "cuda" else _REPEATS, world.device)
+    return median_s(round_trip, _repeats(world), world.device)
+
+
+def _repeats(world: World) -> int:
+    return _REPEATS_ON_GPU if world.device.type == "cuda" else _REPEATS

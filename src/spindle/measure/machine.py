@@ -16,20 +16,20 @@ from typing import Any
 
 import torch
 
-from spindle.cluster import Cluster, DeviceKind, Island, cluster_named
+from spindle.cluster import Cluster, DeviceKind, Island, SmGroups, cluster_named
 from spindle.display import count_of
 from spindle.graph import MetaGraph
 from spindle.launch import VIRTUAL_VARIABLE, ProfileCapture
 from spindle.measure.cache import Cache
 from spindle.measure.host import measure_host_overhead
 from spindle.measure.layers import Kind, LayerMeter, measure_items, measure_layers
-from spindle.measure.links import measure_link
+from spindle.measure.links import measure_all_to_all, measure_link
 from spindle.measure.overlap import Overlap, measure_overlap
 from spindle.measure.p2p_latency import measure_p2p_latency
 from spindle.measure.rank_sync import RankSync
 from spindle.measure.rates import measure_rates
 from spindle.profile import ItemTimes, LayerSamples, Profile, sampled_profile
-from spindle.run import Axes, Lengths, OpCode, World
+from spindle.run import Axes, Lengths, OpCode, World, sm_groups
 
 # Share of a GPU's memory: in a step that filled it, 7 % were lost to fragmentation in torch's allocator.
 _USABLE = 0.9
@@ -48,6 +48,7 @@ def local_profile(
     notify: Callable[[str], None] = lambda text: None,
     graphs: bool = False,
     lanes: int = 1,
+    quotas: bool = False,
     lengths: Mapping[str, Lengths] | None = None,
     capture: ProfileCapture | None = None,
 ) -> Profile:
@@ -58,16 +59,23 @@ def local_profile(
     the same time, so curves hold with all neighbours busy, and rates say how much faster a device is with fewer.
 
     On a GPU, where times are repeatable, layers are looked up in the cache; on a CPU, whose load changes, only if a
-    profile was requested. With `lengths`, those of the items of each batch, single items are measured, too.
+    profile was requested. With `lengths`, those of the items of each batch, single items are measured, too; with
+    `quotas`, layers on some of the SMs where lanes may share a GPU.
     """
     # Links first, while nothing computes; then layers, and what else needs the longest of them.
     rank_sync = RankSync(world, enabled=VIRTUAL_VARIABLE in os.environ)
-    summed = torch.bfloat16 if graph.numerics.gradient_bytes == 2 else torch.float32
+    is_half = graph.numerics.gradient_bytes == 2 and world.device.type == "cuda"
+    summed = torch.bfloat16 if is_half else torch.float32
     cluster = _cluster(world, summed)
+    # Sequence groups are for items, and stay inside an island.
+    exchanges = lengths is not None and any(lengths.values()) and world.size > 1 and len(cluster.islands) == 1
+    all_to_all = measure_all_to_all(world) if exchanges else None
     samples: dict[str, LayerSamples] = {}
     item_times: tuple[tuple[str, ItemTimes], ...] = ()
     rates: tuple[float, ...] = ()
     overlap, update, longest = Overlap(), None, None
+    shares_device = lanes > 1 and world.device.type == "cuda" and not world.shares_gpu and _has_modules(graph)
+    groups = _sm_groups(world, notify) if quotas and shares_device and world.size == 1 else None
     if rank_sync.size > 1 or world.rank == 0:
         cache = None
         if world.rank == 0 and (world.device.type == "cuda" or capture is not None):
@@ -83,7 +91,8 @@ def local_profile(
             world.device,
             meter,
             graphs=graphs,
-            lanes=lanes > 1 and world.size == 1 and world.device.type == "cuda" and _has_modules(graph),
+            lanes=shares_device,
+            sm_groups=groups,
             notify=notify,
             progress=progress,
         )
@@ -100,8 +109,12 @@ def local_profile(
     host = measure_host_overhead(world)
     profile: Profile | None = None
     if world.rank == 0:
+        adjusted = _adjusted(cluster, update, overlap.collective_s, latency_s)
+        if groups is not None:
+            kind = replace(adjusted.kind, sm_groups=groups)
+            adjusted = replace(adjusted, islands=tuple(replace(island, kind=kind) for island in adjusted.islands))
         profile = replace(
-            sampled_profile(graph, _adjusted(cluster, update, overlap.collective_s, latency_s), samples, rates),
+            sampled_profile(graph, adjusted, samples, rates),
             overlap=overlap.overlap,
             exchange_overlap=overlap.exchange_overlap,
             # A process alone has its gradients in the memory of its graphs, where they follow activations.
@@ -111,9 +124,17 @@ def local_profile(
             host=host,
             measured_on=_where_and_when(world),
             item_times=item_times,
+            all_to_all=all_to_all,
         )
     shared: Profile = world.broadcast_object(profile)
     return shared
+
+
+def _sm_groups(world: World, notify: Callable[[str], None]) -> SmGroups | None:
+    groups = sm_groups(torch.cuda.current_device())
+    if groups is None:
+        notify("no quotas: this driver has no green contexts for this GPU; they come with CUDA 12.5")
+    return groups
 
 
 def _lane_bytes(world: World) -> int:
@@ -177,7 +198,7 @@ def _cluster(world: World, summed: torch.dtype) -> Cluster:
             first = sum(sizes[: sizes.index(max(sizes))])
             link = measure_link(world, (first, first + 1))
     elif world.size > 1:
-        link = measure_link(world, summed=summed if world.device.type == "cuda" else None)
+        link = measure_link(world, summed=summed)
     islands = tuple(
         Island(
             kind=_kind(world, island.kind, max_ranks=max(sizes)),

@@ -93,13 +93,15 @@ def _num_repeats(once_s: float, device: torch.device) -> int:
     return max(_GPU_MIN_REPEATS, min(_GPU_MAX_REPEATS, math.ceil(busy_s / max(once_s, 1e-6))))
 
 
-def warmed(work: Work) -> Passes:
-    """The passes of some work after a warm-up, as CUDA graphs if it asks for them and they can be captured."""
+def warmed(work: Work, stream: torch.cuda.Stream | None = None) -> Passes:
+    """The passes of some work after a warm-up, as CUDA graphs if it asks for them and they can be captured; on the SMs
+    of a stream if it is given."""
     passes = _Eager(work)
     if work.device.type != "cuda":
         return passes
     # Work must have run on a stream before the stream captures it.
-    stream = compute_stream() if work.is_graphed else torch.cuda.current_stream()
+    if stream is None:
+        stream = compute_stream() if work.is_graphed else torch.cuda.current_stream()
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
         for _ in range(_GPU_WARM_UPS):
@@ -153,14 +155,17 @@ class Graphed:
         self.buffers = passes.buffers
         stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(stream):
+            # Graphs captured on one stream share cuBLAS' workspace, which copies replayed at the same time would both
+            # use: kernels that count finished blocks in it may then wait forever.
             # Layers that draw random numbers are captured in a step, too.
-            with capturing(self._forward, torch.cuda.graph_pool_handle(), torch.Generator(device="cuda")):
+            generator = torch.Generator(device="cuda")
+            with own_workspaces(), capturing(self._forward, torch.cuda.graph_pool_handle(), generator):
                 passes.forward()
             self._has_backward = bool(passes.outputs)
             if self._has_backward:
                 # In the forward's pool, it would write over what the forward saved: replayed again without a forward,
                 # it would take arbitrary bytes for the indices of an embedding or of a loss.
-                with capturing(self._backward, torch.cuda.graph_pool_handle()):
+                with own_workspaces(), capturing(self._backward, torch.cuda.graph_pool_handle()):
                     passes.backward()
         torch.cuda.current_stream().wait_stream(stream)
 

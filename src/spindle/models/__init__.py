@@ -1,4 +1,4 @@
-"""Cut modules into chains of layers, and run layers tensor parallel. Needs torch; knows no rank and no plan."""
+"""Cut modules into chains of layers, and run layers tensor or sequence parallel. Needs torch; knows no rank or plan."""
 
 from spindle.models.blocks import towers_of
 from spindle.models.chain import Chain, ChainLayer, build_chain, chain_and_output, chain_of, whole_chain
@@ -28,6 +28,13 @@ from spindle.models.parallel_styles import (
     split_dims,
     with_styles,
 )
+from spindle.models.sequence_attention import (
+    SequenceGroup,
+    recorded_attention,
+    sequence_attention,
+    with_own_attention,
+    with_sequence_attention,
+)
 from spindle.models.serialize import NotSerializableError, dump_chain, load_source, source_text
 from spindle.models.state import ModuleSnapshot
 from spindle.models.zeros import zero_output, zero_outputs, zero_weights, zeros_like
@@ -45,6 +52,7 @@ __all__ = [
     "OpenedComposite",
     "PartCall",
     "RandomWeights",
+    "SequenceGroup",
     "StyledModule",
     "TensorGroup",
     "apply_styles",
@@ -64,13 +72,17 @@ __all__ = [
     "load_source",
     "matched_leaves",
     "open_composite",
+    "recorded_attention",
     "resolve_styles",
+    "sequence_attention",
     "shard_of",
     "source_text",
     "span_of",
     "split_dims",
     "towers_of",
     "whole_chain",
+    "with_own_attention",
+    "with_sequence_attention",
     "with_styles",
     "without_caches",
     "without_torch_logs",

@@ -29,9 +29,10 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
-from spindle.errors import WorkloadError
+from spindle.errors import GuardError, WorkloadError
 from spindle.models.blocks import BlockLists, block_lists, is_plain_sequence
 from spindle.models.fake import call_without_cache, configs_with_caches, fake_output
+from spindle.models.inner_outputs import call_with_inner_outputs
 from spindle.models.recording import argument_normalizer, record_forward
 from spindle.models.replay import Replay, after, has_replay, shape_of
 from spindle.models.replay_learning import replay_forward
@@ -126,6 +127,11 @@ class Chain:
         return isinstance(self.source, RecordedForward)
 
     @property
+    def constants(self) -> tuple[Any, ...]:
+        """The leaves of its arguments that must be the same in every call; None for others."""
+        return self.source.constants if isinstance(self.source, RecordedForward) else ()
+
+    @property
     def reads_values(self) -> bool:
         """Whether the code between its blocks is replayed instead of recorded, because it reads values of tensors."""
         return isinstance(self.source, RecordedForward) and has_replay(self.source.namespace)
@@ -211,8 +217,11 @@ def chain_and_output(
     if not lists:
         return whole("it has no list of two or more equal blocks")
     try:
-        recording = record_pure(module, args, kwargs, lists)
-        return build_chain(module, _cut(module, recording, lists)), lambda: recording.result
+        recording = record_pure(module, args, kwargs, lists, takes_inner=True)
+        chain = build_chain(module, _cut(module, recording, lists))
+        if recording.ran_on_zeros and values is not None:
+            return chain, run_on_fake_tensors
+        return chain, lambda: recording.result
     except Exception as error:  # recording runs the user's code, which may raise anything
         reason = failure_reason(error)
         if values is None or not needs_values(error):
@@ -228,7 +237,9 @@ def chain_and_output(
         before.restore()
 
 
-def record_pure(module: nn.Module, args: Any, kwargs: Any, lists: BlockLists) -> Recording:
+def record_pure(
+    module: nn.Module, args: Any, kwargs: Any, lists: BlockLists, *, takes_inner: bool = False
+) -> Recording:
     """Record a forward whose inlined code leaves no state on modules: recorded code would not update that state.
 
     State that is set up by the first call only is fine, so a forward that changed something is recorded once more, and
@@ -245,10 +256,10 @@ def record_pure(module: nn.Module, args: Any, kwargs: Any, lists: BlockLists) ->
             raise UnsupportedForwardError(f"its {type(submodule).__name__} has hooks, which run around several blocks")
     before = ModuleSnapshot([module])
     try:
-        recording = record_forward(module, args, kwargs, blocks.values())
+        recording = record_forward(module, args, kwargs, blocks.values(), takes_inner=takes_inner)
         after_first = ModuleSnapshot([module])
         if _ids(before.changed_modules()) & inlined:
-            recording = record_forward(module, args, kwargs, blocks.values())
+            recording = record_forward(module, args, kwargs, blocks.values(), takes_inner=takes_inner)
             if _ids(after_first.changed_modules()) & inlined:
                 raise UnsupportedForwardError("its forward changes attributes of the module itself")
         return recording
@@ -474,6 +485,7 @@ _BUILTIN_NAMESPACE: Mapping[str, Any] = {
     "_guard_error": guard_error,
     "_shape_of": shape_of,
     "_after": after,
+    "_call_with_inner_outputs": call_with_inner_outputs,
 }
 
 
@@ -533,9 +545,11 @@ def _with_forward_signature(
             if name is not None:
                 inputs.append(leaf)
             elif leaf is not constant and leaf != constant:  # it may select a different branch
-                raise WorkloadError(
+                raise GuardError(
+                    module,
                     f"{type(module).__name__} was recorded with {constant!r} for an argument that is not a tensor, and "
-                    f"now gets {leaf!r}"
+                    f"now gets {leaf!r}: its forward may take a different branch. Pass the same for every batch, or "
+                    "register the module with spindle.module(..., split=False)",
                 )
         return run(*inputs)
 

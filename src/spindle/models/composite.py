@@ -70,7 +70,8 @@ class Glue:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PartCall:
-    """A call of a part, whose output is the variable `name`. Its glue returns its args and kwargs.
+    """A call of a part, whose output is the variable `name`. Its glue returns its args and kwargs. `is_detached` where
+    it was made under `torch.no_grad()`: then its output gets no gradient.
 
     A call of `LooseParameters` assigns several variables: those in `entries`, from what it returns by name.
     """
@@ -80,6 +81,7 @@ class PartCall:
     module: nn.Module
     glue: Glue
     entries: Mapping[str, str] | None = None
+    is_detached: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -160,6 +162,9 @@ class _Opening:
         calls = []
         for statement in self._parts.values():
             assert statement.module is not None
+            has_gradient, *casts = statement.context
+            if casts != list(recording.outer_context[1:]):
+                raise UnsupportedForwardError(f"it switches autocast around its {type(statement.module).__name__}")
             arguments = statement.text.partition("(")[2]
             references = References(uses=set(statement.uses), attributes=list(statement.attributes))
             calls.append(
@@ -168,6 +173,7 @@ class _Opening:
                     path=self._paths[id(statement.module)],
                     module=statement.module,
                     glue=self._glue(f"_arguments({arguments}", references, before=statement),
+                    is_detached=recording.outer_context[0] and not has_gradient,
                 )
             )
         num_leaves = len(recording.leaves)

@@ -17,6 +17,8 @@ from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_leaves, tree_map
 
+from spindle.models.statements import ValueDependenceError
+
 # Where torch logs that a function cannot run on fake tensors, with a traceback each.
 _TALKATIVE = ("torch._subclasses.fake_tensor", "torch.fx.experimental.symbolic_shapes")
 
@@ -34,7 +36,7 @@ def fake_output(module: nn.Module, args: Any, kwargs: Any) -> Any:
     mode = fake_mode()
     arguments = tree_map(lambda leaf: fake_like(mode, leaf), (args, kwargs))
     with FakeWeights(module, mode, device_of((args, kwargs))) as weights, as_when_compiling(), without_caches(module):
-        return run_on_fakes(lambda a, k: module(*a, **k), arguments, mode, weights)
+        return run_on_fakes(lambda a, k: module(*a, **k), arguments, mode, weights)[0]
 
 
 def fake_like(mode: FakeTensorMode, leaf: Any) -> Any:
@@ -146,24 +148,38 @@ def _fake_weight(tensor: torch.Tensor, mode: FakeTensorMode, device: torch.devic
     return nn.Parameter(fake, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else fake
 
 
-def run_on_fakes(run: Callable[[Any, Any], Any], arguments: Any, mode: FakeTensorMode, weights: FakeWeights) -> Any:
-    """Call `run(args, kwargs)` on fake tensors. If that fails because it reads values, call it on zeros with the real
-    weights, and return fake tensors like its output."""
-    try:
-        with _disable_current_modes(), mode:
-            return run(*arguments)
-    except Exception as error:
-        # Most likely it reads a value. Zeros have values; if they fail, too, the first error is the more useful one.
-        zeros = tree_map(_zeros_like, arguments)
+def run_on_fakes(
+    run: Callable[[Any, Any], Any],
+    arguments: Any,
+    mode: FakeTensorMode,
+    weights: FakeWeights,
+    *,
+    reads_values: bool = False,
+) -> tuple[Any, list[tuple[torch.Tensor, torch.Tensor]]]:
+    """Call `run(args, kwargs)` on fake tensors. If that fails because it reads values, or if it is known that it
+    `reads_values`, call it on zeros with the real weights, and return fake tensors like its output. Also returns each
+    such argument and output, with the fake tensor for it."""
+    failure: Exception | None = None
+    if not reads_values:
         try:
-            devices = [torch.cuda.current_device()] if torch.cuda.is_available() else []
-            with _disable_current_modes(), weights.real_weights(), torch.no_grad(), torch.random.fork_rng(devices):
-                result = run(*zeros)
-        except Exception:
-            raise error from None
-        if any(isinstance(leaf, int | float) for leaf in tree_leaves(result)):
-            raise error from None  # numbers that follow from zeros say nothing about those of a batch
-        return tree_map(lambda leaf: fake_like(mode, leaf), result)
+            with _disable_current_modes(), mode:
+                return run(*arguments), []
+        except Exception as error:
+            failure = error
+    # Most likely it reads a value. Zeros have values; if they fail, too, the first error is the more useful one.
+    zeros = tree_map(_zeros_like, arguments)
+    try:
+        devices = [torch.cuda.current_device()] if torch.cuda.is_available() else []
+        with _disable_current_modes(), weights.real_weights(), torch.no_grad(), torch.random.fork_rng(devices):
+            real = run(*zeros)
+    except Exception as error:
+        raise (failure or error) from None
+    if any(isinstance(leaf, int | float) for leaf in tree_leaves(real)):
+        # Numbers that follow from zeros say nothing about those of a batch.
+        raise failure or ValueDependenceError("one of its parts returns a number that follows from values")
+    result = tree_map(lambda leaf: fake_like(mode, leaf), real)
+    pairs = zip(tree_leaves((zeros, real)), tree_leaves((arguments, result)), strict=True)
+    return result, [(leaf, fake) for leaf, fake in pairs if isinstance(leaf, torch.Tensor) and leaf is not fake]
 
 
 def _zeros_like(leaf: Any) -> Any:

@@ -410,8 +410,8 @@ class EmulatedTensorGroup:
     contributed to it, its result is known, and all of them run again from the start. So with n collectives every member
     runs n + 1 times.
 
-    `sent_bytes` counts what a member contributes to all-reduces until it sets `is_backward`. A reduce-scatter or an
-    all-gather counts as half of the all-reduce of the whole tensor, as in a ring.
+    `sent_bytes` counts what a member contributes to all-reduces until it sets `is_backward`. A reduce-scatter, an
+    all-gather or an all-to-all counts as half of the all-reduce of the whole tensor, as in a ring.
     """
 
     def __init__(self, size: int) -> None:
@@ -430,6 +430,10 @@ class EmulatedTensorGroup:
 
     def all_gather(self, tensor: torch.Tensor, dim: int, length: int | None) -> torch.Tensor:
         return self._collective(tensor, lambda tensors: torch.cat(tensors, dim=dim), self.size / 2)
+
+    def all_to_all(self, tensor: torch.Tensor) -> torch.Tensor:
+        """As in a sequence group (`sequence_attention`). A member sends all but its own row, once."""
+        return self._collective(tensor, torch.stack, 1 / 2)[:, self.group_rank].clone()
 
     def _collective(
         self, tensor: torch.Tensor, combine: Callable[[list[torch.Tensor]], torch.Tensor], weight: float

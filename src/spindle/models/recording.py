@@ -27,7 +27,9 @@ import pickle
 import random
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack
+from dataclasses import dataclass, field, replace
 from typing import Any
+from weakref import ref
 
 import numpy
 import torch
@@ -38,6 +40,7 @@ from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflat
 
 from spindle.models.constants import constant_value
 from spindle.models.fake import as_when_compiling, device_of, run_on_fakes, without_caches
+from spindle.models.inner_outputs import InnerOutput, Reference, inner_outputs
 from spindle.models.intercept import Interception
 from spindle.models.statements import (
     Code,
@@ -73,10 +76,30 @@ def argument_normalizer(module: nn.Module) -> Callable[[Any, Any], Arguments]:
     return normalize
 
 
-def record_forward(module: nn.Module, args: Any, kwargs: Any, blocks: Iterable[nn.Module]) -> Recording:
-    """Record a forward on arguments with these shapes and dtypes. Whatever the forward raises is raised here."""
+def record_forward(
+    module: nn.Module, args: Any, kwargs: Any, blocks: Iterable[nn.Module], *, takes_inner: bool = False
+) -> Recording:
+    """Record a forward on arguments with these shapes and dtypes. Whatever the forward raises is raised here. With
+    `takes_inner`, tensors that a submodule makes inside and does not return may be used (`inner_outputs`)."""
     leaves, spec = tree_flatten(argument_normalizer(module)(args, kwargs))
-    return _Recorder(module, blocks, device_of(leaves)).record(leaves, spec)
+    blocks = list(blocks)
+    reading: frozenset[int] = frozenset()
+    has_symbolic_ints = True
+    while True:
+        recorder = _Recorder(module, blocks, device_of(leaves), takes_inner, reading, has_symbolic_ints)
+        try:
+            recording = recorder.record(leaves, spec)
+            if recorder.reading == reading or not recorder.has_inner:
+                return recording
+        except Exception as error:
+            is_key = has_symbolic_ints and isinstance(error, TypeError) and "unhashable type" in str(error)
+            if is_key and any(type(leaf) is int for leaf in leaves):
+                has_symbolic_ints = False  # the code takes an int as a key: no size, but the number of something
+            elif recorder.reading == reading or not takes_inner:
+                raise
+        # Modules that read values have run twice, on fake tensors and on zeros, and both runs may have left tensors
+        # behind. Now they run on zeros only.
+        reading = recorder.reading
 
 
 # A view in the recording may need a copy at run time, where strides can differ.
@@ -87,9 +110,24 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """The state of one recording. `record` runs the forward; three hooks turn what it does into statements:
     intercepted calls of modules and of autograd functions, and `__torch_dispatch__` for torch operations."""
 
-    def __init__(self, module: nn.Module, blocks: Iterable[nn.Module], device: torch.device) -> None:
+    def __init__(
+        self,
+        module: nn.Module,
+        blocks: Iterable[nn.Module],
+        device: torch.device,
+        takes_inner: bool,
+        reading: frozenset[int],
+        has_symbolic_ints: bool,
+    ) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._module = module
+        self._takes_inner, self._has_symbolic_ints = takes_inner, has_symbolic_ints
+        self.reading = reading  # ids of modules that read values
+        self.has_inner = False  # whether tensors made inside called modules are used
+        # Those tensors: by id, with the variable of the call and where they come from.
+        self._inner: dict[int, tuple[Reference, str, InnerOutput]] = {}
+        self._real: dict[int, tuple[Reference, torch.Tensor]] = {}  # of modules that read values, and their fakes
+        self._called: dict[str, _CallWithInner] = {}  # by variable
         self._blocks = {id(block) for block in blocks}
         self._paths = {id(submodule): path for path, submodule in module.named_modules()}
         # Modules that contain a block are inlined; every other submodule is a leaf, one statement for each call.
@@ -105,6 +143,7 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._code = Code()
         self._values = SymbolicValues(self._code, module, device)
         self._values.select_entry = self._select_entry
+        self._values.find_inner = self._find_inner
         self._num_recorded_guards = 0
 
     def record(self, leaves: list[Any], spec: Any) -> Recording:
@@ -114,7 +153,7 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         values: list[Any] = []
         for number, leaf in enumerate(leaves):
             name = f"a{number}"
-            is_input = isinstance(leaf, torch.Tensor) or type(leaf) is int
+            is_input = isinstance(leaf, torch.Tensor) or (type(leaf) is int and self._has_symbolic_ints)
             inputs.append(name if is_input else None)
             values.append(self._values.make_symbolic(leaf, name) if is_input else leaf)
 
@@ -156,6 +195,7 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             outer_context=outer_context,
             storages=self._values.storages,
             result=tree_map(self._values.to_concrete, result),
+            ran_on_zeros=bool(self.reading),
             leaves=tuple((self._values.text(leaf, uses, "it returns"), uses) for leaf, uses in returned),
         )
 
@@ -171,10 +211,19 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
         # What happens inside the module is neither recorded nor symbolic.
         concrete = tree_map(self._values.to_concrete, (tuple(args), dict(kwargs)))
-        with self._calls.paused():
-            result = run_on_fakes(run, concrete, self._values.concrete_mode, self._values.weights)
+        made: dict[int, tuple[Reference, InnerOutput]] = {}
+        mode, weights = self._values.concrete_mode, self._values.weights
+        with self._calls.paused(), ExitStack() as stack:
+            if module is not None and self._takes_inner:
+                made = stack.enter_context(inner_outputs(module))
+            result, real = run_on_fakes(run, concrete, mode, weights, reads_values=id(target) in self.reading)
+        if real:
+            self.reading |= {id(target)}
+            self._real |= {id(leaf): (ref(leaf), fake) for leaf, fake in real}
 
         name = self._code.new_variable()
+        self._inner |= {number: (reference, name, place) for number, (reference, place) in made.items()}
+        self._called[name] = _CallWithInner(callee=callee, arguments=arguments, name=name)
         self._code.add(
             Statement(
                 name=name,
@@ -313,6 +362,38 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     # Statements, and the tensors that they produce.
 
+    def _find_inner(self, tensor: torch.Tensor) -> torch.Tensor | None:
+        """The symbolic form of a tensor that a called module got or made inside: a further output of its call."""
+        reference, fake = self._real.get(id(tensor), (None, None))
+        if reference is not None and reference() is tensor:
+            assert fake is not None
+            self.has_inner = True
+            return self._values.symbolic_of.get(id(fake))
+        if id(tensor) not in self._inner or self._inner[id(tensor)][0]() is not tensor:
+            return None
+        self.has_inner = True
+        _, name, place = self._inner[id(tensor)]
+        call = self._called[name]
+        statements = self._code.statements
+        position = next(index for index, statement in enumerate(statements) if statement.name == call.name)
+        statement = statements[position]
+        if not call.wanted:  # its variable becomes the first entry of what it returns now
+            call.name = self._code.new_variable()
+            self._code.insert(position + 1, _pick(name, call.name, 0))
+        call.wanted.append(place)
+        statements[position] = replace(
+            statement,
+            name=call.name,
+            text=f"_call_with_inner_outputs({call.callee}, {call.wanted}, {call.arguments})",
+            kind=f"{statement.kind} and {place}",
+        )
+        variable = self._code.new_variable()
+        self._code.insert(position + 1 + len(call.wanted), _pick(variable, call.name, len(call.wanted)))
+        symbolic: torch.Tensor = self._values.make_symbolic(tensor, variable)
+        self._values.symbolic_of[id(tensor)] = symbolic
+        self._values.keep_alive(tensor)
+        return symbolic
+
     def _record_guards(self) -> None:
         """Record the guards that the ShapeEnv has added since the last call."""
         # In program order, right before the statement that depends on them: a batch that would take another branch
@@ -357,6 +438,20 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if id(part) in self._values.symbolic_of:
             return self._values.symbolic_of[id(part)]
         return self._register_output(part, self._code.add_pick(text, source), where)
+
+
+@dataclass(slots=True)
+class _CallWithInner:
+    """The text of a recorded call, and the tensors inside it that were asked for; `name` is what it assigns."""
+
+    callee: str
+    arguments: str
+    name: str
+    wanted: list[InnerOutput] = field(default_factory=list)
+
+
+def _pick(name: str, source: str, entry: int) -> Statement:
+    return Statement(name=name, text=f"{source}[{entry}]", uses=frozenset((source,)), kind="pick")
 
 
 def changed_tensor(owner: nn.Module, name: str) -> str:

@@ -34,7 +34,7 @@ from torch.utils._pytree import TreeSpec, tree_leaves, tree_map, tree_unflatten
 
 from spindle.errors import GuardError
 from spindle.models.cross_entropy import CrossEntropyFoundError, WantedCrossEntropy
-from spindle.models.fake import device_of, without_caches
+from spindle.models.fake import as_when_compiling, device_of, without_caches
 from spindle.models.intercept import intercepted_calls
 from spindle.models.zeros import zero_weights
 
@@ -192,6 +192,8 @@ class Replay:
             call = self.calls[place]
             check(tree_leaves((tuple(args), dict(kwargs))), call.passed, call.path)
             output = answer(place, call, run, args, kwargs)
+            if not torch.is_grad_enabled():  # the code has disabled gradients around this call
+                output = tree_map(_detach, output)
             # A copy of the object, which the code may change, and of tensors that it does change.
             output = tree_map(_clone if call.writes else lambda leaf: leaf, output)
             seen[place] = tree_leaves(output)
@@ -203,6 +205,7 @@ class Replay:
         weights: Any = nullcontext() if has_weights else zero_weights(self.module, device_of(leaves))
         with (
             weights,
+            as_when_compiling(),  # else code may leave out a mask that masks nothing in this batch
             without_caches(self.module),
             self._loose_parameters(loose, leaves),
             intercepted_calls(targets, called),
@@ -268,6 +271,10 @@ def after(checked: Any, value: Any) -> Any:
 
 def _clone(leaf: Any) -> Any:
     return leaf.clone() if isinstance(leaf, torch.Tensor) else leaf
+
+
+def _detach(leaf: Any) -> Any:
+    return leaf.detach() if isinstance(leaf, torch.Tensor) else leaf
 
 
 def version_of(leaf: Any) -> int:

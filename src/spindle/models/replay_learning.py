@@ -18,17 +18,21 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves, tree_unflatten
+from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves, tree_map, tree_unflatten
 
+from spindle.errors import GuardError
 from spindle.models.cross_entropy import CrossEntropies
-from spindle.models.fake import device_of, without_caches
+from spindle.models.fake import as_when_compiling, device_of, without_caches
 from spindle.models.intercept import intercepted_calls
 from spindle.models.recording import argument_normalizer
 from spindle.models.replay import Like, Replay, ReplayedCall, Same, version_of
 from spindle.models.state import ModuleStates
 from spindle.models.statements import (
+    INNER_TENSOR,
     Attribute,
+    Context,
     Recording,
     References,
     Statement,
@@ -88,6 +92,8 @@ class _Dependencies(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def sources(self, value: Any) -> set[Source]:
         sources: set[Source] = set()
         for leaf in tree_leaves(value):
+            if isinstance(leaf, FakeTensor):  # parts run on fake tensors, and return zeros
+                raise UnsupportedForwardError(INNER_TENSOR)
             if isinstance(leaf, torch.Tensor):
                 key = leaf.untyped_storage()._cdata
                 sources |= self.of.get(key, set())
@@ -109,6 +115,8 @@ class _Dependencies(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self.read |= self.sources(masks)
         elif func is torch.ops.aten.masked_select.default:
             self.read |= self.sources(args[1])
+        elif func is torch.ops.aten._ctc_loss.Tensor:  # sizes follow from the lengths, not from the probabilities
+            self.read |= self.sources(args[1:4])
         elif torch.Tag.dynamic_output_shape in tags:
             self.read |= sources
         for leaf in tree_leaves(result):
@@ -130,6 +138,7 @@ class _Call:
     sources: list[set[Source]]  # by leaf
     read: set[Source]  # values that had been read by then
     versions: list[int]  # of leaves: how often they had been changed in place
+    context: Context
     output: list[Any]  # the leaves of what it returns
     output_spec: TreeSpec
 
@@ -213,8 +222,19 @@ class _Learner:
             returned=tuple(passed.rule(leaf, version_of(leaf), result_read) for leaf in tree_leaves(result)),
             written=tuple(number for number, leaf in enumerate(leaves) if version_of(leaf)),
         )
+        self._try(replay, leaves, len(loose), device)
         writer = _Writer(replay, self.calls, leaves, loose, self.runs_ahead, block_ids)
         return writer.recording(result, result_sources, result_read, outer_context, self.losses)
+
+    def _try(self, replay: Replay, leaves: list[Any], num_loose: int, device: Any) -> None:
+        """Replay the code once to its end: it may differ where parts are not computed, because they have hooks."""
+        inputs = [leaf for leaf, named in zip(leaves, replay.is_input, strict=True) if named]
+        outputs = [tree_unflatten(call.output, call.output_spec) for call in self.calls]
+        try:
+            with torch.no_grad(), zero_weights(self.module, device):
+                replay.segment(len(self.calls), range(len(self.calls)), inputs, outputs, [None] * num_loose)
+        except GuardError as error:
+            raise UnsupportedForwardError(f"its code cannot be run around its parts: {error}") from error
 
     def _learn(
         self,
@@ -227,11 +247,12 @@ class _Learner:
         around: list[nn.Module],
     ) -> tuple[Any, list[set[Source]], set[Source]]:
         def called(module: nn.Module, run: Any, args: Any, kwargs: Any) -> Any:
+            context = current_context()
             argument_leaves, argument_spec = tree_flatten((tuple(args), dict(kwargs)))
             sources = [follow.sources(leaf) for leaf in argument_leaves]
             follow.is_paused = losses.is_paused = True
             try:
-                output = zero_output(module, args, kwargs)
+                output = _without_aliases(zero_output(module, args, kwargs))
             finally:
                 follow.is_paused = losses.is_paused = False
             if any(isinstance(leaf, int | float) for leaf in tree_leaves(output)):
@@ -242,13 +263,14 @@ class _Learner:
             # As leaves: the code may change the object that it gets.
             returned = tree_flatten(output)
             self.calls.append(
-                _Call(module, argument_leaves, argument_spec, sources, set(follow.read), versions, *returned)
+                _Call(module, argument_leaves, argument_spec, sources, set(follow.read), versions, context, *returned)
             )
             return output
 
         losses = CrossEntropies()
         args, kwargs = tree_unflatten(leaves, spec)
-        with torch.no_grad(), without_caches(self.module), zero_weights(self.module, device) as zeros:
+        # With gradients enabled, as they are outside, to see where the code disables them; zeros require none.
+        with as_when_compiling(), without_caches(self.module), zero_weights(self.module, device) as zeros:
             for number, (owner, name) in enumerate(loose):
                 follow.add(zeros[id(owner), name], ("loose", number))
             before, tensors = ModuleStates(around), _tensor_attributes(around)
@@ -495,7 +517,7 @@ class _Writer:
                 module=call.module,
                 is_block=id(call.module) in self._block_ids,
                 has_effect=True,
-                context=current_context(),
+                context=call.context,
             )
         )
         self._register_output(number)
@@ -593,6 +615,18 @@ class _Writer:
                 name=name, text=text, uses=frozenset(uses), kind=kind, attributes=attributes, context=current_context()
             )
         )
+
+
+def _without_aliases(nest: Any) -> Any:
+    """A nest in which no tensor is there twice: on other ranks such leaves are different tensors."""
+    seen: set[int] = set()
+
+    def own(leaf: Any) -> Any:
+        is_known = isinstance(leaf, torch.Tensor) and id(leaf) in seen
+        seen.add(id(leaf))
+        return leaf.clone() if is_known else leaf
+
+    return tree_map(own, nest)
 
 
 def _tensor_attributes(modules: Iterable[nn.Module]) -> dict[Attribute, tuple[torch.Tensor, int]]:

@@ -22,6 +22,12 @@ Context = tuple[Any, ...]  # whether gradients are enabled, and the state of aut
 Attribute = tuple[nn.Module, str]  # a tensor of a module, by owner and attribute name
 
 
+INNER_TENSOR = (
+    "it uses a tensor that one of its blocks made and did not return, or that an earlier call left behind; where its "
+    "caller asks for such tensors (output_attentions, output_router_logits), leave that out"
+)
+
+
 class UnsupportedForwardError(Exception):
     """A forward that cannot be recorded. The message is the end of a sentence that starts with the module."""
 
@@ -75,6 +81,7 @@ class Recording:
     outer_context: Context
     storages: Mapping[str, int]  # by variable; views of one another have the same storage
     result: Any  # the output, as concrete fake tensors
+    ran_on_zeros: bool = False  # whether a module read values, so that sizes in `result` may be others than its own
     leaves: tuple[tuple[str, References], ...] = ()  # the text of each leaf of the output, and what it refers to
     # Leaves of the output that are losses over tokens, where statements do not show it: "mean" with the text of total
     # and count, or "sum" with the inputs that it is divided by.
@@ -102,6 +109,11 @@ class Code:
 
     def add(self, statement: Statement) -> None:
         self.statements.append(statement)
+        self.variables.add(statement.name)
+
+    def insert(self, position: int, statement: Statement) -> None:
+        """Add a statement before one that is there."""
+        self.statements.insert(position, statement)
         self.variables.add(statement.name)
 
     def add_check(self, text: str, uses: frozenset[str]) -> None:

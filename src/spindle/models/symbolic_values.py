@@ -26,7 +26,14 @@ from torch.utils._sympy.functions import Mod, PythonMod
 from torch.utils._sympy.printers import PythonPrinter
 
 from spindle.models.fake import FakeWeights, fake_like, fake_mode
-from spindle.models.statements import Attribute, Code, References, UnsupportedForwardError, ValueDependenceError
+from spindle.models.statements import (
+    INNER_TENSOR,
+    Attribute,
+    Code,
+    References,
+    UnsupportedForwardError,
+    ValueDependenceError,
+)
 
 SYMBOLIC = (torch.SymInt, torch.SymFloat, torch.SymBool)
 LITERALS = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device, torch.layout)
@@ -83,7 +90,7 @@ class TensorInfo:
 
 class SymbolicValues:
     """The tensors of a recording. `select_entry` records the selection of an entry of an unbound tensor that has no
-    statement yet."""
+    statement yet, `find_inner` the use of a tensor that a leaf module made inside and did not return."""
 
     def __init__(self, code: Code, module: nn.Module, device: torch.device) -> None:
         self._code = code
@@ -98,6 +105,7 @@ class SymbolicValues:
         # Entries of an unbound tensor that no statement stands for yet: (tensor, axis, index).
         self.entries: dict[int, tuple[torch.Tensor, int, int]] = {}
         self.select_entry: Callable[[torch.Tensor], None] | None = None
+        self.find_inner: Callable[[torch.Tensor], torch.Tensor | None] | None = None
         self.symbolic_of: dict[int, torch.Tensor] = {}  # by the id of the concrete tensor
         self._concrete_of: dict[int, torch.Tensor] = {}  # by the id of the symbolic tensor
         self._alive: list[Any] = []  # objects whose ids are keys: while they live, no id is reused
@@ -157,11 +165,11 @@ class SymbolicValues:
             return leaf
         # A fake tensor that no statement returned has leaked out of a leaf module, through an attribute or a list that
         # the inlined code shares with it.
+        inner = None if self.find_inner is None else self.find_inner(leaf)
+        if inner is not None:
+            return inner
         if isinstance(leaf, FakeTensor):
-            raise UnsupportedForwardError(
-                "it uses a tensor that one of its blocks made and did not return, or that an earlier call left behind; "
-                "where its caller asks for such tensors (output_attentions, output_router_logits), leave that out"
-            )
+            raise UnsupportedForwardError(INNER_TENSOR)
         if torch._C._functorch.is_functorch_wrapped_tensor(leaf):
             raise UnsupportedForwardError("it uses a tensor inside vmap in a way that cannot be recorded")
         self._alive.append(leaf)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
+from itertools import pairwise
 
 from spindle.graph import MetaGraph
 from spindle.plan.plan import FORWARD, DeviceLane, Pass, Plan, Slot
@@ -80,8 +81,12 @@ def assemble(profile: Profile, setting: Setting, planner: str, pieces: Iterable[
             lane_end[lane] = end_s
             lane_slot[lane] = last_slot[piece.op]
     by_start = sorted(range(len(slots)), key=lambda number: starts_s[number])
-    ordered = label_waves(profile, [slots[number] for number in by_start])
-    return _plan(profile, setting, planner, ordered, max(op_end), seed)
+    in_order = [slots[number] for number in by_start]
+    if any(slot.lane for slot in slots) and any(after.wave < before.wave for before, after in pairwise(in_order)):
+        # Which of two lanes starts its next slot first depends on measured times, so whoever wrote the waves by hand
+        # could not know it.
+        in_order = [replace(slot, wave=-1) for slot in in_order]
+    return _plan(profile, setting, planner, label_waves(profile, in_order), max(op_end), seed)
 
 
 def assemble_passes(
@@ -204,4 +209,4 @@ def relaxed(plan: Plan, profile: Profile, setting: Setting) -> Plan:
         )
         for slot in plan.slots
     ]
-    return assemble(profile, setting, plan.planner, pieces, plan.seed)
+    return replace(assemble(profile, setting, plan.planner, pieces, plan.seed), quotas=plan.quotas)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 
-from spindle.errors import PlanError
+from spindle.errors import ClusterError, PlanError, ProfileError
 from spindle.plan.plan import FORWARD, WEIGHT, DeviceLane, Plan, Slot, setting_of
 from spindle.plan.text import marked
 from spindle.plan.times import offloaded_bytes, pass_needs, refuse_other_slots, slot_links
@@ -30,6 +30,7 @@ def check(plan: Plan, profile: Profile) -> None:
         _memory,
         _rounds,
         _lanes,
+        _quotas,
         _order,
         _host,
         _waves,
@@ -246,8 +247,15 @@ def _lanes(plan: Plan, profile: Profile) -> None:
                         f"{sibling.lane_of_weights} of device {device}; both train {name}, so they need one lane",
                     )
     lanes = {lane for slot in plan.slots for lane in (slot.lane, slot.lane_of_weights)}
-    if lanes != set(range(len(lanes))):
-        raise PlanError(f"this plan has lanes {sorted(lanes)}, expected numbers from 0 without gaps")
+    missing = min(set(range(MAX_LANES)) - lanes, default=MAX_LANES)
+    for slot in plan.slots:
+        if max(slot.lane, slot.lane_of_weights) > missing:
+            raise _refuse(
+                plan,
+                slot,
+                f"{slot.op} is on lane {max(slot.lane, slot.lane_of_weights)}, and nothing is on lane {missing}; "
+                f"number lanes from 0 without gaps (here 0 to {len(lanes) - 1})",
+            )
 
 
 def _weight_lane(plan: Plan, slot: Slot, curve: Curve) -> None:
@@ -262,6 +270,43 @@ def _weight_lane(plan: Plan, slot: Slot, curve: Curve) -> None:
     if curve.tensor_degree > 1 or slot.op in plan.recompute:
         what = "is recomputed" if slot.op in plan.recompute else f"has tensor degree {curve.tensor_degree}"
         raise _refuse(plan, slot, f"{slot.op} {what}, so its weight gradients stay on its lane, {slot.lane}")
+
+
+def _quotas(plan: Plan, profile: Profile) -> None:
+    """Each of several lanes has a quota of SMs that the driver grants, on which the times of its layers are known."""
+    if not plan.quotas:
+        return
+    listed = ", ".join(map(str, plan.quotas))
+    if plan.num_lanes == 1:
+        raise PlanError(
+            f"this plan has quotas of {listed} SMs and one lane, which has the whole device; leave them out"
+        )
+    if len(plan.quotas) != plan.num_lanes:
+        raise PlanError(f"this plan has {plan.num_lanes} lanes, expected a quota of SMs for each of them, got {listed}")
+    kind = profile.cluster.kind
+    if kind.sm_groups is None:
+        raise PlanError(
+            f"this plan has quotas of {listed} SMs, and the profile does not say how the SMs of {kind.name!r} can be "
+            "split; measure with Planning(quotas=True) on a GPU whose driver has green contexts, or leave them out"
+        )
+    try:
+        kind.sm_groups.parts(plan.quotas)
+    except ClusterError as error:
+        raise PlanError(f"{kind.name!r}: {error}") from error
+    setting = setting_of(plan, profile)
+    position = {op.name: index for index, op in enumerate(profile.graph.metaops)}
+    for slot in plan.slots:
+        if slot.has_weight_lane:  # autograd launches them on the stream, and so on the SMs, of their forward
+            raise _refuse(
+                plan,
+                slot,
+                f"{slot.op} has its weight gradients on lane {slot.weight_lane}, in a plan with quotas, under which "
+                "they run on the SMs of their slot; leave that lane or the quotas out",
+            )
+        try:
+            profile.curve(position[slot.op], setting).on_sms(plan.quotas[slot.lane])
+        except ProfileError as error:
+            raise _refuse(plan, slot, f"{slot.op}: {error}") from error
 
 
 def _order(plan: Plan, profile: Profile) -> None:

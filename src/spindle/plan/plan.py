@@ -83,7 +83,8 @@ class Plan:
     Slots are listed in the order in which their forward passes start. `passes`, if there are any, are all passes in an
     order that respects the flows; `order` gives it for every plan. Rounds run one after another, forward and backward
     each. With `shard_optimizer`, each of the devices that hold a parameter keeps and updates a part of it: gradients
-    are reduced into these parts, and the next step begins by gathering the updated parameters.
+    are reduced into these parts, and the next step begins by gathering the updated parameters. `quotas` are the SMs of
+    each lane, which no other lane uses; empty where lanes share all SMs of their device.
 
     A plan stores no times of slots: `spans` derives them. `folded_s` is the length of the step by curves alone, forward
     and backward of mirrored slots together; `makespan_s` the simulated step with transfers, synchronisation and
@@ -102,6 +103,7 @@ class Plan:
     tensor_degrees: tuple[tuple[str, int], ...] = ()
     recompute: tuple[str, ...] = ()
     shard_optimizer: bool = False
+    quotas: tuple[int, ...] = ()
     folded_s: float = 0.0
     makespan_s: float = 0.0
     bound_s: float = 0.0

@@ -8,8 +8,8 @@ Devices stand in share order (`4-7,0-3` is not `0-7`). Behind a slot, `s4` is it
 `|1w2` also that of its weight gradients; `r3` and `o2` how many layers are recomputed and offloaded; `~1` its round;
 `^0.25` a start in folded time that is later than its data and devices ask for. A line of `>` has the order of the
 passes, where backward does not mirror forward: forward, backward, or the gradients of inputs (I) and weights (W), of
-slots by number. Lines of `# key value` in front carry what slots do not. Names are written as they are, with blanks as
-`%20`, a `>` in front as `%3E`.
+slots by number. Lines of `# key value` in front carry what slots do not: `# quotas 64 64` are the SMs of each lane.
+Names are written as they are, with blanks as `%20`, a `>` in front as `%3E`.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from urllib.parse import quote, unquote
 
 from spindle.errors import PlanError, ProfileError
@@ -55,6 +56,7 @@ def format_plan(plan: Plan, mark: int | None = None) -> str:
     lines += [f"# tensor {_quoted(module)} {degree}" for module, degree in plan.tensor_degrees if degree > 1]
     lines += [f"# recompute {_quoted(op)}" for op in plan.recompute]
     lines += ["# optimizer sharded"] if plan.shard_optimizer else []
+    lines += [f"# quotas {' '.join(map(str, plan.quotas))}"] if plan.quotas else []
     line: list[str] = []
     wave = 0
     for number, slot in enumerate(plan.slots):
@@ -93,6 +95,7 @@ def parse_plan(text: str, profile: Profile) -> Plan:
     degrees: dict[str, int] = {}
     recompute: set[str] = set()
     shard_optimizer = False
+    quotas: tuple[int, ...] = ()
     pieces: list[Piece] = []
     piece_lines: list[int] = []
     passes: list[tuple[int, str]] = []
@@ -115,6 +118,8 @@ def parse_plan(text: str, profile: Profile) -> Plan:
                 recompute.add(words[1])
             elif words == ["optimizer", "sharded"]:
                 shard_optimizer = True
+            elif header == "quotas":
+                quotas = _parse_quotas(words[1:], line, number)
             continue
         if line.startswith(">"):
             parsed = [_parse_pass(word, number) for word in line[1:].split()]
@@ -132,10 +137,10 @@ def parse_plan(text: str, profile: Profile) -> Plan:
         if slot >= len(pieces):
             raise PlanError(f"line {number}: there is a pass of slot {slot}; slots are 0 to {len(pieces) - 1}")
     if passes:
-        return assemble_passes(profile, setting, planner, pieces, passes)
+        return replace(assemble_passes(profile, setting, planner, pieces, passes), quotas=quotas)
     if lean:
         raise PlanError(f"line {lean}: layers are recomputed or offloaded, which only plans with passes can; write >")
-    return assemble(profile, setting, planner, pieces)
+    return replace(assemble(profile, setting, planner, pieces), quotas=quotas)
 
 
 def _parse_slot(word: str, position: Mapping[str, int], wave: int, profile: Profile, line: int) -> Piece:
@@ -189,6 +194,14 @@ def _parse_degree(module: str, text: str, profile: Profile, line: int) -> int:
         known = ", ".join(map(str, profile.degrees_of(module)))
         raise PlanError(f"line {line}: {module!r} can have the tensor degrees {known}, got {text}")
     return degree
+
+
+def _parse_quotas(words: Sequence[str], text: str, line: int) -> tuple[int, ...]:
+    if not words or not all(word.isascii() and word.isdecimal() for word in words):
+        raise PlanError(
+            f"line {line}: expected # quotas and the SMs of each lane, such as # quotas 64 64, got {text!r}"
+        )
+    return tuple(_parse_count(word, line) for word in words)
 
 
 def _parse_pass(word: str, line: int) -> tuple[int, str]:

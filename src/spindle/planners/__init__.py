@@ -34,6 +34,7 @@ from spindle.planners.pipeline.search import SearchResult
 from spindle.planners.pipeline.stages import owning_ranks_in
 from spindle.planners.pipeline.worker import Answer, Job, natural_answer, read_frame, write_frame
 from spindle.planners.problem import Problem, Timed, problem_of
+from spindle.planners.quotas import with_quotas
 from spindle.planners.wavefront import plan_wavefront
 from spindle.profile import Profile
 
@@ -95,6 +96,7 @@ class Planner:
     is_pipeline: bool = False
     splits_microbatches: bool = False
     takes_parts: bool = False
+    shares_items: bool = False  # long ones, on sequence groups
     is_compared: bool = True
 
 
@@ -128,6 +130,7 @@ _ALL = (
             plan=partial(plan_system, name),
             is_pipeline=True,
             takes_parts=True,
+            shares_items=system.rules.sequence_groups,
         )
         for name, system in SYSTEMS.items()
     ),
@@ -154,4 +157,5 @@ def make_plan(
     if planner not in PLANNERS:
         raise InputError(f"no planner is called {planner!r}; there are {', '.join(PLANNERS)}")
     plan = PLANNERS[planner].plan(profile, options, progress)
-    return with_lanes(plan, profile, options.lanes, seed=options.seed)
+    plan = with_lanes(plan, profile, options.lanes, seed=options.seed)
+    return with_quotas(plan, profile) if options.quotas else plan

@@ -20,7 +20,7 @@ import numpy as np
 
 from spindle.errors import PlanError
 from spindle.plan import MAX_LANES, Piece, Plan, assemble, check, setting_of, slot_links, spans
-from spindle.profile import Profile, Setting
+from spindle.profile import Profile, Setting, SmTimes
 from spindle.program import Memory, instances_of, lower, verify
 from spindle.simulate import simulate
 
@@ -70,21 +70,35 @@ def with_lanes(plan: Plan, profile: Profile, most: int, evaluations: int = EVALU
 def lanes_bound_s(plan: Plan, profile: Profile, bound_s: float) -> float:
     """What no plan with lanes beats, given the bound of plans without: a pass takes a share of its device as large as
     its fill, and a path of the graph takes as long as alone, without weight gradients, which may run beside it. On
-    several devices, every pass is given the smallest fill."""
+    several devices, every pass is given the smallest fill. With quotas, the share of a pass is that of the SMs on which
+    it keeps the smallest part of a device busy for its time."""
     graph, setting = profile.graph, setting_of(plan, profile)
     fills = []
     area_s, path_s = 0.0, [0.0] * len(graph.metaops)
     for op in graph.order:
         curve = profile.curve(op, setting)
         count = graph.metaops[op].num_layers
-        fills += [fill for contention in curve.contention for _, fill in (contention.forward, contention.backward)]
-        (_, forward_fill), (_, backward_fill) = curve.contention[0].forward, curve.contention[0].backward
+        fastest = 1.0  # over the time on all SMs
+        if plan.quotas:
+            assert curve.sm_times is not None
+            forward_fill, backward_fill = _sm_shares(curve.sm_times)
+            fastest = min(*curve.sm_times.forward, *curve.sm_times.backward)
+            fills += [forward_fill, backward_fill]
+        else:
+            fills += [fill for contention in curve.contention for _, fill in (contention.forward, contention.backward)]
+            (_, forward_fill), (_, backward_fill) = curve.contention[0].forward, curve.contention[0].backward
         area_s += count * (min(1.0, forward_fill) * curve.forward_s[0] + min(1.0, backward_fill) * curve.backward_s[0])
         before_s = max((path_s[source] for source in graph.predecessors[op]), default=0.0)
-        path_s[op] = before_s + count * min(curve.folded_s() - np.asarray(curve.weight_s or 0.0))
+        path_s[op] = before_s + count * fastest * min(curve.folded_s() - np.asarray(curve.weight_s or 0.0))
     if profile.cluster.num_devices == 1:
         return min(bound_s, max(area_s, *path_s))
     return min(bound_s, max(min(1.0, *fills) * bound_s, *path_s))
+
+
+def _sm_shares(sm_times: SmTimes) -> tuple[float, float]:
+    """Of forward and backward: the least time on some of the SMs, times their share of all, over the time on all."""
+    shares = np.asarray(sm_times.num_sms) / sm_times.num_sms[-1]
+    return float((shares * sm_times.forward).min()), float((shares * sm_times.backward).min())
 
 
 class _Search:

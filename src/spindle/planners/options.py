@@ -45,8 +45,8 @@ class Layout:
     """Where the chunks of a pipeline stand: chains over so many pipeline ranks, in as many replicas as the devices
     allow; a pipeline rank is a tensor parallel group. `cut_by` says what chunks have equal shares of: time, or
     parameters. The first `num_dedicated` ranks of each replica run dedicated chains alone, the others all others.
-    Where chains stand whole on several groups, these share the optimizer state of their weights, unless
-    `shards_optimizer` is False."""
+    With `shards_optimizer`, the groups that hold the same weights, where chains stand whole on several or there are
+    replicas, share their optimizer state."""
 
     num_ranks: int
     num_replicas: int
@@ -54,7 +54,7 @@ class Layout:
     chains: tuple[Chain, ...]
     cut_by: str = "time"
     num_dedicated: int = 0
-    shards_optimizer: bool = True
+    shards_optimizer: bool = False
 
     def __post_init__(self) -> None:
         is_dedicated = any(chain.placement == DEDICATED for chain in self.chains)
@@ -123,7 +123,8 @@ class PlanOptions:
     stages, as many as the devices allow unless given, and place chunks as in the best of `layouts`, which were chosen
     on another batch, or as is best for this one. Where their microbatches could be split in other ways than the profile
     has them, `bound_s` is the bound over all of these. Up to `lanes` slots share a device at the same time, where the
-    profile says how much they slow each other down; pipelines have one lane.
+    profile says how much they slow each other down; pipelines have one lane. With `quotas`, each lane gets SMs of its
+    own where the profile has times on some of the SMs and that is simulated to be faster.
     """
 
     seed: int = 0
@@ -134,6 +135,7 @@ class PlanOptions:
     layouts: tuple[Layout, ...] = ()
     bound_s: float | None = None
     lanes: int = 1
+    quotas: bool = False
 
 
 _PLACEMENT_TEXT = {

@@ -1,8 +1,8 @@
 """Times and memory of layers on n devices, and costs of links: measured, or analytic where nothing was measured."""
 
 from spindle.profile.abstract import abstract_profile
-from spindle.profile.communication import all_reduce_s, collective_latency_s, ring_bytes
-from spindle.profile.curve import Contention, Curve
+from spindle.profile.communication import all_reduce_s, all_to_all_s, collective_latency_s, ring_bytes
+from spindle.profile.curve import Contention, Curve, SmTimes
 from spindle.profile.efficiency import EFFICIENCIES_KIND, AttentionTable, Efficiencies, GemmColumn, MemoryTable
 from spindle.profile.file import fitting, read_profile, write_profile
 from spindle.profile.host import HostOverhead
@@ -36,8 +36,10 @@ __all__ = [
     "Roofline",
     "Semu",
     "Setting",
+    "SmTimes",
     "abstract_profile",
     "all_reduce_s",
+    "all_to_all_s",
     "backward_bytes",
     "bytes_text",
     "collective_latency_s",

@@ -29,6 +29,13 @@ def all_reduce_s(num_bytes: float, num_members: int, link: Link) -> float:
     return ring_bytes(num_bytes, num_members) / link.bytes_per_s + fixed_s
 
 
+def all_to_all_s(num_bytes: float, num_members: int, link: Link, count: int = 1) -> float:
+    """Seconds of `count` all-to-alls inside one island of so many bytes on each member in all, with no other traffic on
+    its links."""
+    fixed_s = 2 * link.latency_s if link.collective_s is None else link.collective_s
+    return num_bytes * (num_members - 1) / num_members / link.bytes_per_s + count * fixed_s
+
+
 def tensor_group_s(cost: LayerCost, rows: int, degree: int, cluster: Cluster) -> float:
     """Seconds of the tensor-parallel all-reduces of one layer's forward over `rows`, on the slowest link inside an
     island.

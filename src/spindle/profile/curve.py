@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from dataclasses import dataclass, replace
+from itertools import pairwise
 
 import numpy as np
 from numpy.typing import NDArray
@@ -46,6 +47,40 @@ class Contention:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class SmTimes:
+    """How long a layer takes on some of the SMs of a device, and how much it slows down what runs on the others.
+
+    `forward` and `backward` are times over those on all SMs, for each measured number of SMs; the last is that of all
+    of them. `pressure` is the slowdown minus one, of each pass, of a copy on as many other SMs: bandwidth, caches and
+    power are shared.
+    """
+
+    num_sms: tuple[int, ...]
+    forward: tuple[float, ...]
+    backward: tuple[float, ...]
+    pressure: tuple[float, float] = (0.0, 0.0)
+
+    def __post_init__(self) -> None:
+        if not self.num_sms or self.num_sms[0] < 1 or any(b <= a for a, b in pairwise(self.num_sms)):
+            raise ProfileError(f"numbers of SMs must be increasing and at least 1, got {list(self.num_sms)[:8]}")
+        if not len(self.num_sms) == len(self.forward) == len(self.backward):
+            raise ProfileError("expected one forward and one backward time for each number of SMs")
+        if not all(0 < ratio <= 1024 for ratio in self.forward + self.backward):
+            raise ProfileError("times on some SMs, over those on all, are above 0 and at most 1024")
+        if not all(0 <= pressure <= 16 for pressure in self.pressure):
+            raise ProfileError(f"pressure is between 0 and 16, got {list(self.pressure)}")
+
+    def on(self, num_sms: int) -> tuple[float, float]:
+        """Times of forward and backward on this many SMs, over those on all, interpolated between measurements."""
+        if not self.num_sms[0] <= num_sms <= self.num_sms[-1]:
+            raise ProfileError(f"no time is known for {num_sms} SMs; measured: {self.num_sms[0]} to {self.num_sms[-1]}")
+        return (
+            float(np.interp(num_sms, self.num_sms, self.forward)),
+            float(np.interp(num_sms, self.num_sms, self.backward)),
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Curve:
     """Forward and backward seconds of one layer over its whole batch, for each allowed number of devices.
 
@@ -53,8 +88,8 @@ class Curve:
     `backward_s` that computes weight gradients and may run later; empty if it is not known. `launch_s` is the host time
     to launch the forward and the backward kernels of one layer, for any batch size; zero for layers that run as CUDA
     graphs, and where it was not measured. `contention`, for each number of devices, is needed by plans with lanes;
-    empty where it was not measured. `measured` are the numbers of devices whose times were measured, where others lie
-    between measurements; empty where no time was measured.
+    empty where it was not measured. `sm_times` are needed by plans with quotas. `measured` are the numbers of devices
+    whose times were measured, where others lie between measurements; empty where no time was measured.
     """
 
     num_devices: tuple[int, ...]
@@ -65,6 +100,7 @@ class Curve:
     launch_s: tuple[float, float] = (0.0, 0.0)
     contention: tuple[Contention, ...] = ()
     measured: tuple[int, ...] = ()
+    sm_times: SmTimes | None = None
 
     def __post_init__(self) -> None:
         if not self.num_devices:
@@ -153,6 +189,20 @@ class Curve:
             forward_s=tuple(max(factor * time_s, self.launch_s[0]) for time_s in self.forward_s),
             backward_s=tuple(max(factor * time_s, self.launch_s[1]) for time_s in self.backward_s),
             weight_s=tuple(factor * time_s for time_s in self.weight_s),
+        )
+
+    def on_sms(self, num_sms: int) -> Curve:
+        """The curve where each device gives a layer this many of its SMs."""
+        if self.sm_times is None:
+            raise ProfileError(
+                f"no time is known for {num_sms} SMs, only for whole devices; measure with Planning(quotas=True)"
+            )
+        forward, backward = self.sm_times.on(num_sms)
+        return replace(
+            self,
+            forward_s=tuple(forward * time_s for time_s in self.forward_s),
+            backward_s=tuple(backward * time_s for time_s in self.backward_s),
+            weight_s=tuple(backward * time_s for time_s in self.weight_s),
         )
 
     @property

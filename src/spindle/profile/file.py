@@ -43,12 +43,17 @@ def fitting(profile: Profile, graph: MetaGraph, num_devices: int, where: str) ->
             )
     if list(measured) != list(current) or profile.graph.edges != graph.edges:
         raise ProfileError(f"{where} was measured for tasks in a different order; measure again (spindle profile)")
-    if profile.graph.parameters != graph.parameters:
+    if _weights(profile.graph) != _weights(graph):
         raise ProfileError(
             f"{where} was measured for modules with other weights, or with other weights frozen; measure again "
             "(spindle profile)"
         )
     return replace(profile, graph=graph)
+
+
+def _weights(graph: MetaGraph) -> list[tuple[str, int, bool]]:
+    """Without `is_split`, which is not looked for in a single process."""
+    return [(parameter.name, parameter.num_elements, parameter.trainable) for parameter in graph.parameters]
 
 
 def _describe(name: str, ops: Mapping[str, tuple[int, int | None]]) -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
-from spindle.cluster import Cluster
+from spindle.cluster import Cluster, Link
 from spindle.display import count_of, facts, html_of, seconds
 from spindle.errors import ProfileError
 from spindle.graph import MetaGraph
@@ -40,7 +40,8 @@ class Profile:
     libraries keep for each lane. `sends_stay`: sent gradients keep their memory until the step ends, as under gloo,
     which does not report when they are sent. `host`: launch overhead, where hosts may be slower than their GPUs.
     `leaves_out`: what is not modelled, in words. `measured_on`: where and when it was measured, if it was.
-    `item_times`: by op of an item call, how long single items take.
+    `item_times`: by op of an item call, how long single items take. `all_to_all`: the link of an island as all-to-alls
+    of its devices use it, where that was measured.
     """
 
     graph: MetaGraph
@@ -57,6 +58,7 @@ class Profile:
     leaves_out: tuple[str, ...] = ()
     measured_on: str = ""
     item_times: tuple[tuple[str, ItemTimes], ...] = ()
+    all_to_all: Link | None = None
     families: tuple[frozenset[str], ...] = field(init=False, repr=False, compare=False)  # modules with tied weights
 
     def __post_init__(self) -> None:
@@ -94,6 +96,13 @@ class Profile:
         if len(self.curves) > _MAX_SHOWN:
             rows.append((f"and {len(self.curves) - _MAX_SHOWN} more", ""))
         return html_of(facts(rows))
+
+    @property
+    def exchange_link(self) -> Link:
+        """The link of all-to-alls inside an island: as measured, or the slowest that any island has."""
+        if self.all_to_all is not None:
+            return self.all_to_all
+        return min((island.link for island in self.cluster.islands), key=lambda link: link.bytes_per_s)
 
     @property
     def default_setting(self) -> Setting:

@@ -15,7 +15,7 @@ from spindle.cluster import Cluster
 from spindle.errors import ProfileError
 from spindle.graph import MetaGraph
 from spindle.profile.communication import tensor_group_s
-from spindle.profile.curve import Contention, Curve, tensor_degrees
+from spindle.profile.curve import Contention, Curve, SmTimes, tensor_degrees
 from spindle.profile.profile import Profile
 from spindle.workload import LayerCost
 
@@ -27,8 +27,8 @@ TENSOR_LEAVES_OUT = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LayerSamples:
-    """Measured seconds of one layer at several numbers of rows on one device; `launch_s` and `contention` as in
-    `Curve`. `weight_share` is the part of backward that computes weight gradients, if that is known."""
+    """Measured seconds of one layer at several numbers of rows on one device; `launch_s`, `contention` and `sm_times`
+    as in `Curve`. `weight_share` is the part of backward that computes weight gradients, if that is known."""
 
     rows: tuple[int, ...]
     forward_s: tuple[float, ...]
@@ -36,6 +36,7 @@ class LayerSamples:
     launch_s: tuple[float, float] = (0.0, 0.0)
     contention: tuple[Contention, ...] = ()
     weight_share: float | None = None
+    sm_times: SmTimes | None = None
 
     def __post_init__(self) -> None:
         if not self.rows or any(b <= a for a, b in zip(self.rows, self.rows[1:], strict=False)) or self.rows[0] < 1:
@@ -88,6 +89,7 @@ def curve_from_samples(samples: LayerSamples, batch_size: int, max_devices: int)
         weight_s=() if samples.weight_share is None else tuple(samples.weight_share * time_s for time_s in backward_s),
         launch_s=samples.launch_s,
         contention=contention,
+        sm_times=samples.sm_times,
         measured=tuple(count for count in counts if -(-batch_size // count) in samples.rows),
     )
 

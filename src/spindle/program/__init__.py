@@ -26,8 +26,8 @@ from spindle.program.lower import lower
 from spindle.program.memory import Memory, counts_bytes, refuse_overfull
 from spindle.program.moves import StateSharding, moves_between, moving_s, state_sharding
 from spindle.program.posted import posted_peaks
-from spindle.program.program import NUM_LANES, Column, Flows, Link, Program, SlotShape
-from spindle.program.reshard import Join, item_runs, join_of
+from spindle.program.program import NUM_LANES, Bucket, Column, Flows, Link, Program, SlotShape
+from spindle.program.reshard import Join, item_runs, join_of, most_slices, slice_bounds
 from spindle.program.sharding import (
     Box,
     Piece,
@@ -53,6 +53,7 @@ __all__ = [
     "TRANSFER",
     "Backward",
     "Box",
+    "Bucket",
     "Column",
     "Exchange",
     "Flows",
@@ -94,6 +95,7 @@ __all__ = [
     "launches_collectives",
     "lower",
     "main_replicas",
+    "most_slices",
     "moves_between",
     "moving_s",
     "needed_pairs",
@@ -103,6 +105,7 @@ __all__ = [
     "parse_program",
     "posted_peaks",
     "refuse_overfull",
+    "slice_bounds",
     "state_sharding",
     "transfer",
     "verify",

@@ -255,19 +255,31 @@ def _buckets(
                 for parameter in layer:
                     users[parameter].append((instruction.slot, backward))
 
-    groups: dict[tuple[Users, tuple[int, ...], int, int], list[int]] = defaultdict(list)
+    # Where ranks share the optimizer state of what they hold from step to step, buckets must be the same in every step:
+    # a block of parameters is reduced after all backwards that add to any of it, or left out.
+    blocks = _blocks(profile, owning_ranks) if plan.shard_optimizer else []
+    block_of: dict[int, int] = {}
+    own_uses = dict(users)
+    for number, block in enumerate(blocks):
+        uses = [use for parameter in block for use in users.get(parameter, ())]
+        if uses:
+            users.update(dict.fromkeys(block, uses))
+            block_of.update(dict.fromkeys(block, number))
+    groups: dict[tuple[Users, tuple[int, ...], int, int, int | None], list[int]] = defaultdict(list)
     for parameter, uses in sorted(users.items()):
         if graph.parameters[parameter].trainable:
             slots = tuple(sorted({slot for slot, _ in uses}))
             after = tuple(sorted({backward for _, backward in uses}))
-            degree = setting.tensor_degrees[ops[slots[0]]]
+            # Weights that this step does not use are sharded as those that they are reduced with.
+            degree = setting.tensor_degrees[ops[own_uses.get(parameter, uses)[0][0]]]
+            using = (slots, owning_ranks.get(parameter, ()))
             for shard in range(degree):
-                groups[(slots, owning_ranks.get(parameter, ())), after, degree, shard].append(parameter)
+                groups[using, after, degree, shard, block_of.get(parameter)].append(parameter)
 
     place = np.asarray(profile.cluster.place_in_island)
     ranks_of: dict[tuple[Users, int, int], Column] = {}
     buckets: list[tuple[tuple[int, float], Bucket]] = []
-    for (using, after, degree, shard), parameters in groups.items():
+    for (using, after, degree, shard, _), parameters in groups.items():
         if (using, degree, shard) not in ranks_of:
             slots, idle_owners = using
             ranks = np.unique([*(device for slot in slots for device in plan.slots[slot].devices), *idle_owners])
@@ -285,6 +297,26 @@ def _buckets(
     # One global order for all ranks, so that overlapping groups cannot wait for each other in a circle.
     buckets.sort(key=lambda entry: (entry[0], entry[1].parameters))
     return tuple(bucket for _, bucket in buckets)
+
+
+def _blocks(profile: Profile, owning_ranks: Mapping[int, tuple[int, ...]]) -> list[list[int]]:
+    """Trainable parameters that the same ranks hold from step to step, in order, a chunk of bytes in each block. They
+    follow from the owners alone, whatever the passes of a step use."""
+    graph = profile.graph
+    chunk_bytes = _chunk_bytes(profile)
+    blocks: list[list[int]] = []
+    open_blocks: dict[tuple[int, ...], tuple[list[int], float]] = {}
+    for parameter, ranks in sorted(owning_ranks.items()):
+        if not graph.parameters[parameter].trainable:
+            continue
+        block, num_bytes = open_blocks.get(ranks, ([], 0.0))
+        if not block or num_bytes >= chunk_bytes:
+            block, num_bytes = [], 0.0
+            blocks.append(block)
+        block.append(parameter)
+        num_bytes += graph.parameters[parameter].num_elements * graph.numerics.gradient_bytes
+        open_blocks[ranks] = block, num_bytes
+    return blocks
 
 
 Key = tuple[int, str]  # a slot and a kind of pass

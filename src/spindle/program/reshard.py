@@ -1,4 +1,5 @@
-"""Which rows of a tensor belong to which items: cutting by item, and joining parts in item order. In integers.
+"""Which rows of a tensor belong to which items: cutting by item, and joining parts in item order; which slices of an
+item's tokens the members of a sequence group have. In integers.
 
 The parts of an item call have each item once between them, in any order. Their outputs, one after another, hold the
 rows of all items; joining puts them into the order of the items. Its adjoint sends each part the gradient of its own
@@ -24,6 +25,19 @@ def item_runs(rows: Sequence[int], items: Sequence[int]) -> list[tuple[int, int]
         else:
             runs.append((first, last))
     return runs
+
+
+def slice_bounds(length: int, num_slices: int, alignment: int = 1) -> tuple[int, ...]:
+    """Bounds of the slices of an item of this length: multiples of `alignment` but for the end, as equal as can be. The
+    item must have a multiple for each slice to begin at (`most_slices`)."""
+    small, longer = divmod(most_slices(length, alignment), num_slices)
+    shares = range(num_slices + 1)
+    return tuple(min(length, alignment * (share * small + min(share, longer))) for share in shares)
+
+
+def most_slices(length: int, alignment: int) -> int:
+    """How many slices an item of this length may have."""
+    return -(-length // alignment)
 
 
 @dataclass(frozen=True, slots=True)

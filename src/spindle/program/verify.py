@@ -250,7 +250,11 @@ def _intervals(shape: SlotShape, scale: int, num_ranks: int) -> tuple[Column, Co
 
 
 def _every_gradient_is_summed(program: Program, profile: Profile) -> None:
-    """Each shard of a trainable parameter is in one bucket, over all ranks that hold it, after all its backwards."""
+    """Each shard of a trainable parameter is in one bucket, over all ranks that hold it, after all its backwards.
+
+    Where ranks update parts of what they hold from step to step, buckets are the same in every step: one may have
+    parameters that this step does not use, and is reduced after the backwards of all others in it.
+    """
     graph = profile.graph
     place = np.asarray(profile.cluster.place_in_island)
     after: dict[int, set[int]] = defaultdict(set)
@@ -283,13 +287,23 @@ def _every_gradient_is_summed(program: Program, profile: Profile) -> None:
         expected = sorted(tuple(group.tolist()) for group in groups if len(group) > 1)
         if sorted(tuple(bucket.ranks.tolist()) for bucket in buckets[parameter]) != expected:
             raise ProgramError(f"the gradient of {name} is not reduced once over exactly the ranks that hold it")
-        if any(set(bucket.after) != after[parameter] for bucket in buckets[parameter]):
+        if not all(after[parameter] <= set(bucket.after) for bucket in buckets[parameter]):
             raise ProgramError(f"the gradient of {name} is not reduced after every backward that adds to it")
     for number, bucket in enumerate(program.buckets):
         untrained = [parameter for parameter in bucket.parameters if parameter not in gradient_bytes]
+        if program.plan.shard_optimizer and len(untrained) < len(bucket.parameters):
+            ranks = tuple(bucket.ranks.tolist())
+            gradient_bytes |= {
+                parameter: graph.parameters[parameter].num_elements * graph.numerics.gradient_bytes
+                for parameter in untrained
+                if graph.parameters[parameter].trainable and owning_ranks.get(parameter) == ranks
+            }
+            untrained = [parameter for parameter in untrained if parameter not in gradient_bytes]
         if untrained or not bucket.parameters:
             name = graph.parameters[untrained[0]].name if untrained else "no parameter"
             raise ProgramError(f"bucket {number} reduces {name}, expected parameters that a slot trains")
+        if set(bucket.after) != set[int]().union(*(after[parameter] for parameter in bucket.parameters)):
+            raise ProgramError(f"bucket {number} is reduced after other backwards than those that add to it")
         num_bytes = sum(gradient_bytes[parameter] for parameter in bucket.parameters)
         if bucket.num_bytes != num_bytes:
             raise ProgramError(f"bucket {number} has {bucket.num_bytes} bytes of gradients, expected {num_bytes}")

@@ -65,13 +65,15 @@ class SharedWeights:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LaneShare:
-    """A lane of several on which slots of an op run: by what factor they are slowed down there, and by which ops on
-    other lanes of their devices."""
+    """A lane of several on which slots of an op run: by what factor they are slowed down there, and by which modules on
+    other lanes of their devices; and the lane's SMs, if it has a quota, which slows them down, too."""
 
     lane: int
     num_lanes: int
     slowdown: float
     slowed_by: tuple[str, ...]
+    weight_lane: int | None = None  # of its weight gradients, where they run on another
+    num_sms: int | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -145,14 +147,15 @@ def _lane_shares(program: Program, profile: Profile) -> dict[str, tuple[LaneShar
         instruction = program.instructions[number]
         if isinstance(instruction, Forward | Backward) and rank == plan.slots[instruction.slot].devices[0]:
             passes[instruction.slot].append((start, end))
-    shares: dict[tuple[str, int], list[int]] = defaultdict(list)
+    shares: dict[tuple[str, int, int], list[int]] = defaultdict(list)
     for number, slot in enumerate(plan.slots):
-        shares[slot.op, slot.lane].append(number)
+        shares[slot.op, slot.lane, slot.lane_of_weights].append(number)
+    module_of = {op.name: op.module or op.name for op in profile.graph.metaops}
     explained: dict[str, list[LaneShare]] = defaultdict(list)
-    for (op, lane), numbers in shares.items():
+    for (op, lane, weight_lane), numbers in shares.items():
         taken_ns = sum(end - start for number in numbers for start, end in passes[number])
         neighbours = [
-            slot.op
+            module_of[slot.op]
             for number, slot in enumerate(plan.slots)
             if slot.lane != lane
             and any(set(slot.devices) & set(plan.slots[own].devices) for own in numbers)
@@ -164,6 +167,8 @@ def _lane_shares(program: Program, profile: Profile) -> dict[str, tuple[LaneShar
                 num_lanes=plan.num_lanes,
                 slowdown=taken_ns / max(1.0, sum(alone_ns[number] for number in numbers)),
                 slowed_by=tuple(dict.fromkeys(neighbours)),
+                weight_lane=None if weight_lane == lane else weight_lane,
+                num_sms=plan.quotas[lane] if plan.quotas else None,
             )
         )
     return {op: tuple(of_op) for op, of_op in explained.items()}
@@ -306,10 +311,16 @@ def _about_lanes(explanation: OpExplanation) -> list[str]:
     lines = []
     for share in explanation.lanes:
         place = f"It runs on lane {share.lane} of {share.num_lanes}"
-        if share.slowdown < 1.005 or not share.slowed_by:
+        if share.weight_lane is not None:
+            place += f", its weight gradients on lane {share.weight_lane}"
+        causes = share.slowed_by
+        if share.num_sms is not None:
+            place += f", on {share.num_sms} SMs of its own"
+            causes = ("fewer SMs", *causes)
+        if share.slowdown < 1.005 or not causes:
             lines.append(f"{place}, as fast as alone.")
         else:
-            lines.append(f"{place}, slowed {share.slowdown:.2g}× by {listed(share.slowed_by)}.")
+            lines.append(f"{place}, slowed {share.slowdown:.2g}× by {listed(causes)}.")
     return lines
 
 

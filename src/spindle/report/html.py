@@ -21,8 +21,8 @@ SCRIPTS = (
 )
 
 
-def page_html(title: str, data: bytes) -> str:
-    """The page that shows packed data (`step_page_data`)."""
+def page_html(title: str, data: bytes, *, version: str = "") -> str:
+    """The page that shows packed data (`step_page_data`). With a `version`, it asks its server for newer ones."""
     folder = files("spindle.report") / "page"
 
     def read(name: str) -> str:
@@ -34,7 +34,8 @@ def page_html(title: str, data: bytes) -> str:
         "STYLE": read("uPlot.min.css") + read("page.css"),
         "LIBRARY": read("uPlot.iife.min.js"),
         "LICENCE": read("uPlot.LICENSE").replace("*/", "* /"),
-        "SCRIPT": own,
+        "SCRIPT": own + (read("live.js").replace("%VERSION%", version) if version else ""),
+        "CONNECT": "; connect-src 'self'" if version else "",
         "DATA": base64.b64encode(data).decode(),
     }
     # One pass over the template: data may contain what looks like a placeholder.

@@ -5,7 +5,21 @@ from spindle.run.budget import Budget, limit_gpu_memory
 from spindle.run.compute import seed_of
 from spindle.run.executor import Executor
 from spindle.run.graphs import capturing, own_workspaces
-from spindle.run.items import ItemCode, ItemRows, Lengths, chosen_items, cut_items, join_items, meta_of_items
+from spindle.run.green_contexts import partitions, sm_groups
+from spindle.run.items import (
+    CountedRows,
+    ItemCode,
+    ItemRows,
+    Lengths,
+    SequenceCode,
+    SliceRule,
+    chosen_items,
+    cut_items,
+    cut_slice,
+    join_items,
+    meta_of_items,
+    slice_rows,
+)
 from spindle.run.losses import metric_sums
 from spindle.run.measured_timeline import timeline_of
 from spindle.run.op_code import LayerCode, LayersCode, LossCode, OpCode
@@ -26,7 +40,7 @@ from spindle.run.pytrees import (
     signature_of,
     takes_gradient,
 )
-from spindle.run.rank_program import held_parameters
+from spindle.run.rank_program import held_parameters, rank_program_of
 from spindle.run.resharding import TensorSpec, box_view, reshard, send_tensors, slice_of
 from spindle.run.shape_inference import Cuts, ShapeInference
 from spindle.run.shards import Shards
@@ -50,6 +64,7 @@ __all__ = [
     "Axes",
     "Budget",
     "Copied",
+    "CountedRows",
     "Cuts",
     "Executor",
     "Gathering",
@@ -67,8 +82,10 @@ __all__ = [
     "Pace",
     "PytreeMeta",
     "ReadBytes",
+    "SequenceCode",
     "ShapeInference",
     "Shards",
+    "SliceRule",
     "Staging",
     "TensorMeta",
     "TensorSpec",
@@ -88,6 +105,7 @@ __all__ = [
     "cut",
     "cut_items",
     "cut_leaf",
+    "cut_slice",
     "digest",
     "fingerprint_of",
     "held_parameters",
@@ -99,14 +117,18 @@ __all__ = [
     "on_compute_stream",
     "on_device",
     "own_workspaces",
+    "partitions",
     "peers",
     "plain",
     "pytree_meta",
+    "rank_program_of",
     "reshard",
     "seed_of",
     "send_tensors",
     "signature_of",
     "slice_of",
+    "slice_rows",
+    "sm_groups",
     "takes_gradient",
     "timeline_of",
     "wait",

@@ -22,6 +22,7 @@ class ComposedGraph:
     def __init__(self) -> None:
         self.children: dict[int, torch.cuda.CUDAGraph] = {}
         self.needs: dict[int, frozenset[int]] = {}
+        self._events: list[tuple[int, frozenset[int]]] = []
         self._driver: Driver | None = None
         self._executable: int | None = None
 
@@ -30,6 +31,11 @@ class ComposedGraph:
         assert all(before in self.children for before in needs), "a child graph needs one that is added later"
         self.children[number], self.needs[number] = graph, frozenset(needs)
 
+    def record_event(self, event: int, needs: Collection[int]) -> None:
+        """Record an event when some graphs are done, in each replay. Streams that wait for it after the launch wait for
+        this replay."""
+        self._events.append((event, frozenset(needs)))
+
     def instantiate(self) -> None:
         self._driver = Driver()
         whole = self._driver.create_graph()
@@ -37,6 +43,8 @@ class ComposedGraph:
         for number, child in self.children.items():
             before = [nodes[needed] for needed in sorted(self.needs[number])]
             nodes[number] = self._driver.add_child_graph(whole, child.raw_cuda_graph(), before)
+        for event, needs in self._events:
+            self._driver.add_event_record(whole, event, [nodes[needed] for needed in sorted(needs)])
         self._executable = self._driver.instantiate_graph(whole)
 
     def replay(self) -> None:

@@ -17,6 +17,7 @@ from spindle.program import Backward
 from spindle.run.backward_split import WeightPart, capture_input_part, run_input_part
 from spindle.run.graph_cache import GraphCache
 from spindle.run.graphs import Chunk, SlotOutput
+from spindle.run.item_share import ItemShare
 from spindle.run.items import cut_items, join_items
 from spindle.run.lanes import on_own_lane
 from spindle.run.losses import loss_part
@@ -24,10 +25,11 @@ from spindle.run.op_code import LayerCode, LayersCode, LossCode
 from spindle.run.pytrees import Axes, TensorMeta, as_leaves, copied, cut, cut_leaf, joined, leaves_of, takes_gradient
 from spindle.run.rank_program import LinkEnd, RankProgram, RankSlot
 from spindle.run.recompute_offload import HostOffload, Run, checkpointed, copy_buffers, with_buffers
+from spindle.run.sequence_parallel import SequenceParallelGroup
 from spindle.run.step import Piece, Step, Watch
 from spindle.run.syncs import Syncs
 from spindle.run.tensor_parallel import TensorParallelGroup
-from spindle.run.transfers import Transfers
+from spindle.run.transfers import Transfers, cut_consumed
 from spindle.run.world import World
 
 
@@ -106,6 +108,7 @@ class Compute:
         pieces = []
         values: Any = None
         members = TensorParallelGroup(self._world, slot.group) if len(slot.group) > 1 else None
+        share = self._item_share(step, slot)
         for chunk, (first, last) in enumerate(slot.chunks):
             self._syncs.wait_for_parameters(slot.number, first, watch)
             inputs: Any = ()
@@ -120,12 +123,14 @@ class Compute:
                 run, args = layer.run, values
                 if members is not None and layer.styled:
                     run = with_styles(run, layer.styled, members)
+                elif share is not None:
+                    run = share.of_layer(run, slot.first_layer + number)
                 elif layer.compiled is not None and not slot.is_split:
                     # A compiled backward is one node of the autograd graph: both parts of a split one would run it all.
                     run = layer.compiled
                 if values is None:
                     # The glue code that makes a call's arguments is part of its first layer.
-                    run = _behind(code.arguments, run)
+                    run = _behind(code.arguments, run, share)
                     batch = _batch(step, slot, self._batch_axes[slot.task])
                     args = (batch, *(trees[source][0] for source in code.sources))
                 is_recomputed = number - slot.first < slot.recomputed
@@ -246,7 +251,14 @@ class Compute:
         if isinstance(slot.code, LossCode):
             gradients = [self._loss_gradient(step, slot)]
         elif is_last:
-            gradients = self._output_gradients(step, slot, leaves_of(step.outputs[slot.number]), watch)
+            outputs = leaves_of(step.outputs[slot.number])
+            gradients = self._output_gradients(step, slot, outputs, watch)
+            if slot.sequence_group and any(not link.is_whole for link in slot.outputs):
+                # All members run backward or none: the one beside the consumer sees where that has no gradient.
+                gradients = [
+                    torch.zeros_like(leaf) if gradient is None and takes_gradient(leaf) else gradient
+                    for leaf, gradient in zip(outputs, gradients, strict=True)
+                ]
         else:
             gradients = _gradients_of(leaves_of(pieces[_first_piece(pieces, number + 1)].inputs) if pieces else [])
         watch.start[position] = watch.now()
@@ -258,14 +270,14 @@ class Compute:
                 lambda gradients: self._input_parts(step, slot, number, gradients, capture_input_part),
                 is_last=is_last,
             ):
-                with self._styles(slot, first, last):
+                with self._as_member(step, slot, first, last):
                     step.deferred[slot.number, number] = self._input_parts(
                         step, slot, number, gradients, run_input_part
                     )
         elif step.graphs is None or not step.graphs.backward(
             slot, first, gradients, lambda: self._chunk(step, slot, number), is_last=is_last
         ):
-            with self._styles(slot, first, last):
+            with self._as_member(step, slot, first, last):
                 _run_backward(leaves_of(pieces[number].outputs), gradients)
         if step.graphs is None and instruction.makes_weights:
             self._syncs.gradients.keep(_used_by(slot, number))
@@ -342,8 +354,20 @@ class Compute:
             piece.outputs = piece.recompute = None
         return deferred
 
-    def _styles(self, slot: RankSlot, first: int, last: int) -> Any:
-        """A context in which the layers of a slot run as this member of its tensor-parallel group."""
+    def _item_share(self, step: Step, slot: RankSlot) -> ItemShare | None:
+        """This rank's share of an item, where a sequence group runs the slot."""
+        if not slot.sequence_group:
+            return None
+        assert isinstance(slot.code, LayersCode)
+        assert slot.code.items is not None
+        group, (item,) = SequenceParallelGroup(self._world, slot.sequence_group), slot.items
+        return ItemShare(slot.code.items, step.lengths[slot.task], item, group)
+
+    def _as_member(self, step: Step, slot: RankSlot, first: int, last: int) -> Any:
+        """A context in which the layers of a slot run as this member of its tensor-parallel or sequence group."""
+        share = self._item_share(step, slot)
+        if share is not None:
+            return share.attention()
         if len(slot.group) == 1 or not isinstance(slot.code, LayersCode):
             return nullcontext()
         styled = {id(part.module): part for layer in slot.code.layers[first:last] for part in layer.styled}
@@ -383,8 +407,8 @@ class Compute:
                 gradients = [
                     None
                     if leaf is None or leaf.grad is None
-                    else cut_leaf(leaf.grad, axis, consumer.rows, first - consumer.begin, last - consumer.begin)
-                    for leaf, axis in zip(step.inputs[link.number], link.axes, strict=True)
+                    else cut_consumed(step, link, consumer, number, leaf.grad, first, last)
+                    for number, leaf in enumerate(step.inputs[link.number])
                 ]
                 parts.append((first, last, first == consumer.begin, gradients))
             for first, last, with_rowless, gradients in parts:
@@ -482,12 +506,13 @@ def _run_backward(outputs: list[Any], gradients: list[torch.Tensor | None]) -> N
         torch.autograd.backward([leaf for leaf, _ in pairs], [gradient for _, gradient in pairs])
 
 
-def _behind(arguments: Run | None, run: Run) -> Run:
+def _behind(arguments: Run | None, run: Run, share: ItemShare | None) -> Run:
     """A call's first layer as a function of what the glue code takes: the batch, and outputs of other calls."""
 
     def glued(batch: Any, *outputs: Any) -> Any:
         assert arguments is not None
-        args, kwargs = arguments(batch, *outputs)
+        given = arguments(batch, *outputs)
+        args, kwargs = given if share is None else share.of_arguments(given)
         return run(*args, **kwargs)
 
     return glued

@@ -5,13 +5,15 @@ backward still runs. Each lane keeps the program's order, so what `verify` has p
 and collectives are launched in one order, the same on all ranks (`program.launch_order`).
 
 Rows of a link are rows of the batch, because both ends of a task's flow have the same batch; a part of an item call
-sends all of its output, and what it feeds joins the outputs of all parts in item order (`items`). Slots on several
-lanes of a GPU run on streams of their own (`lanes`). Left out so far: SM quotas for lanes.
+sends all of its output, or a member of its sequence group all of its slice, and what it feeds joins slices in token
+order and the outputs of all parts in item order (`items`). Slots on several lanes of a GPU run on streams of their own
+(`lanes`).
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -29,6 +31,7 @@ from spindle.program import (
     SyncGradients,
     offload_copies,
 )
+from spindle.run import graph_cache
 from spindle.run.compute import Compute
 from spindle.run.gradients import GradientBuffers
 from spindle.run.graph_cache import GraphCache
@@ -36,8 +39,10 @@ from spindle.run.items import Lengths
 from spindle.run.lanes import Lanes
 from spindle.run.op_code import LossCode, OpCode
 from spindle.run.pytrees import Axes, PytreeMeta
-from spindle.run.rank_program import held_parameters, rank_program_of, tensor_groups
+from spindle.run.rank_program import held_parameters, rank_program_of, sequence_groups, tensor_groups
 from spindle.run.recompute_offload import HostOffload
+from spindle.run.regions import Region
+from spindle.run.sequence_parallel import SEQUENCE
 from spindle.run.shards import Shards
 from spindle.run.step import HostCopy, MicroStep, Pace, ReadBytes, Step, Watch
 from spindle.run.step_graph import StepGraph, accumulate
@@ -116,6 +121,7 @@ class Executor:
             self.offload,
         )
         self._lanes_of_device = Lanes(program, self._rank_program, world)
+        self._has_regions = graph_cache.REGIONS and program.plan.num_lanes > 1
         self._chunks_of: dict[str, set[int]] = {}  # backward instructions by task
         for position in self._rank_program.compute:
             instruction = program.instructions[position]
@@ -137,6 +143,8 @@ class Executor:
                     world.group("loss", tuple(shape.ranks.tolist()))
                 for group in tensor_groups(shape) if shape.tensor_degree > 1 else ():
                     world.group(TENSOR, group)
+                for group in sequence_groups(shape):
+                    world.group(SEQUENCE, group)
 
     def step(
         self,
@@ -200,7 +208,6 @@ class Executor:
         # allows; no lane has a thread of its own, because transfers and collectives are asynchronous once they are
         # launched.
         self._syncs.begin(step, watch)
-        self._advance(step, watch)
         positions = [
             position
             for position in self._rank_program.compute
@@ -218,16 +225,38 @@ class Executor:
         """Run instructions of the compute lanes, with all communication in between."""
         pace = Pace(self.world)
         self._lanes_of_device.begin()
+        self._advance(step, watch)
         self.offload.begin()
-        for position in positions:
-            self._launch_before(step, watch, position)
+        for region in self._regions(step, watch, positions):
+            self._launch_before(step, watch, region.positions[0])
             pace.keep()
-            with self._lanes_of_device.on_stream_of(position):
-                self.offload.before(self._place_of[position])
-                self._run_instruction(step, optimizer, watch, position)
-            step.computed.add(position)
+            if len(region.positions) == 1:
+                (position,) = region.positions
+                with self._lanes_of_device.on_stream_of(position):
+                    self.offload.before(self._place_of[position])
+                    self._run_instruction(step, optimizer, watch, position)
+            else:
+                self._run_region(step, watch, region)
+            step.computed.update(region.positions)
             self._advance(step, watch)
         self._lanes_of_device.join()
+
+    def _regions(self, step: Step, watch: Watch, positions: Sequence[int]) -> list[Region]:
+        """The instructions of a step in the order of the host; passes that are launched together are one region."""
+        if not self._has_regions or step.graphs is None or watch.is_timed:  # a pass inside has no times of its own
+            return [Region.of_one(position) for position in positions]
+        instructions = self.program.instructions
+        passes = [position for position in positions if not isinstance(instructions[position], OptimizerStep)]
+        regions = step.graphs.regions_of(passes, instructions, self._rank_program.slots, self._lanes_of_device)
+        return [*regions, *(Region.of_one(position) for position in positions[len(passes) :])]
+
+    def _run_region(self, step: Step, watch: Watch, region: Region) -> None:
+        """Launch the passes of a region together. Whatever else they launch comes first, on their lanes."""
+        assert step.graphs is not None
+        for position in region.positions:
+            with self._lanes_of_device.on_stream_of(position), step.graphs.collected(region, position):
+                self._run_instruction(step, None, watch, position)
+        self._lanes_of_device.launch(region, partial(step.graphs.replay_region, region))
 
     def _run_step_graph(self, step: Step, watch: Watch) -> bool:
         """Run forward and backward of the whole step as one CUDA graph, captured first if need be. Returns False where
@@ -342,6 +371,16 @@ class Executor:
         """Why slots run without a CUDA graph, by name."""
         return self.graph_cache.refused
 
+    def instructions_of(self, name: str) -> frozenset[int]:
+        """The passes of the slots of a name, by instruction number."""
+        slots = {number for number, slot in self._rank_program.slots.items() if slot.name == name}
+        return frozenset(
+            position
+            for position in self._rank_program.compute
+            if isinstance(instruction := self.program.instructions[position], Forward | Backward)
+            and instruction.slot in slots
+        )
+
     @property
     def without_weight_lane(self) -> dict[str, str]:
         """Why weight gradients run on the lane of their slot on a GPU, though the plan has another for them, by
@@ -359,6 +398,11 @@ class Executor:
     def has_step_graph(self) -> bool:
         """Whether whole steps run as one CUDA graph."""
         return self.graph_cache.has_step_graph
+
+    @property
+    def region_sizes(self) -> list[int]:
+        """How many passes of a step are launched together as one graph, by region, where whole steps are not."""
+        return self.graph_cache.region_sizes
 
     @property
     def without_step_graph(self) -> str | None:
@@ -386,19 +430,21 @@ class Executor:
         instruction = self.program.instructions[position]
         if not self._is_on(step, instruction):
             return True
-        launched = watch.now()
         match instruction:
-            case Exchange(link=link, backward=backward):
-                end = self._rank_program.links[link]
-                is_launched = self._transfers.post(step, end, backward, wait_for_metadata=wait_for_metadata)
-            case SyncGradients(bucket=bucket):
-                if not step.micro_step.is_last:
-                    return True
-                is_launched = self._syncs.post(step, bucket, position)
             case GatherParameters():
                 return True  # launched after the last update
             case Forward() | Backward() | OptimizerStep():
                 return position in step.computed
+            case SyncGradients() if not step.micro_step.is_last:
+                return True
+            case SyncGradients(bucket=bucket):
+                launch = partial(self._syncs.post, step, bucket, position)
+            case Exchange(link=link, backward=backward):
+                end = self._rank_program.links[link]
+                launch = partial(self._transfers.post, step, end, backward, wait_for_metadata=wait_for_metadata)
+        with self._lanes_of_device.on_communication_stream(position):
+            launched = watch.now()
+            is_launched = launch()
         if is_launched:
             watch.posted[position] = launched
         return is_launched

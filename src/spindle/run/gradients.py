@@ -63,6 +63,15 @@ class Gradients:
         """All memory of gradients."""
         return [*self._flats.values(), *self._places.values()]
 
+    def allocate(self) -> None:
+        """Allocate all buckets, on the current stream, before several streams write to them."""
+        for number, bucket in enumerate(self._buckets):
+            if bucket:
+                self._flat(number)
+
+    def parameters_of(self, bucket: int) -> Sequence[nn.Parameter]:
+        return self._buckets[bucket]
+
     def place(self, parameter: nn.Parameter) -> torch.Tensor:
         """The tensor for a parameter's gradient, always the same one."""
         if id(parameter) not in self._places:

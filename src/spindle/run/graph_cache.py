@@ -15,6 +15,7 @@ from spindle.run.rank_program import RankProgram
 from spindle.run.step import Step
 
 STEP_GRAPHS = True  # capture whole steps where possible
+REGIONS = True  # launch passes between messages together, where there are several lanes
 _WARM_UP_STEPS = 2  # in which libraries choose their kernels
 _MAX_SETS = 64  # of graphs, each for one choice of tasks and shapes of their batches
 _MAX_SHAPES = 10_000  # whose steps are counted
@@ -39,10 +40,11 @@ class GraphCache:
         self.is_enabled = is_enabled
         self._makes_step_graphs = STEP_GRAPHS and not communicates
         self.step_graph_refused: str | None = None
+        self.peak_bytes = 0  # that this rank held when steps were captured: a replay allocates nothing
         self.refused: dict[str, str] = {}  # why slots run without a graph, by name
         self._rank_program, self._gradients = rank_program, gradients
         self._sets: dict[Shapes, Graphs] = {}  # most recently used last
-        self._memory = GraphMemory(num_lanes == 1, has_weight_lanes=has_weight_lanes)
+        self._memory = GraphMemory(num_lanes, has_weight_lanes=has_weight_lanes)
         self._max_sets = _MAX_SETS  # lowered when memory runs out
         self._num_steps: Counter[Shapes] = Counter()
         self._num_wasted = 0  # sets that were evicted before they had paid off
@@ -56,6 +58,11 @@ class GraphCache:
     @property
     def has_step_graph(self) -> bool:
         return any(graphs.step_graph is not None for graphs in self._sets.values())
+
+    @property
+    def region_sizes(self) -> list[int]:
+        """How many passes of a step are launched together as one graph, by region."""
+        return max((graphs.region_sizes for graphs in self._sets.values()), default=[])
 
     def use(self, step: Step) -> None:
         """Let a step replay the graphs for its shapes; after some warm-up steps on batches of the same shapes, capture
@@ -105,6 +112,8 @@ class GraphCache:
         if step.graphs is None or step.graphs.is_complete:
             return
         step.graphs.finish()
+        if torch.cuda.is_available():
+            self.peak_bytes = max(self.peak_bytes, torch.cuda.max_memory_allocated())
         if step.graphs.ran_out_of_memory:
             self._limit_sets(num_sets - 1)
         elif step.graphs.is_invalid:
@@ -178,3 +187,4 @@ class GraphCache:
         self._gradients.forget_taken()
         self._memory.release()
         self._num_steps.clear()
+        self.peak_bytes = 0

@@ -38,13 +38,15 @@ from torch import nn
 from torch.utils._pytree import tree_leaves, tree_map
 
 from spindle.errors import TrainingError
+from spindle.program import Backward, Forward, Instruction
 from spindle.run.backward_split import WeightPart
 from spindle.run.composed_graph import ComposedGraph
 from spindle.run.gradients import Gradients
-from spindle.run.lanes import Lanes, lane_stream
+from spindle.run.lanes import Lanes, lane_stream, release_behind_current_stream
 from spindle.run.op_code import LossCode
-from spindle.run.pytrees import takes_gradient
-from spindle.run.rank_program import RankSlot
+from spindle.run.pytrees import leaves_of, takes_gradient
+from spindle.run.rank_program import LinkEnd, RankSlot
+from spindle.run.regions import Region, region_positions
 from spindle.run.step import Piece, Step, Watch
 from spindle.run.step_graph import StepGraph
 
@@ -130,8 +132,9 @@ class GraphMemory:
     """The memory pools of all graphs of a rank, one for each lane. A step replays one set of graphs, from its first
     forward to its last backward, so sets may share memory that is free between pieces; what a set keeps is its own."""
 
-    def __init__(self, reserves: bool = True, *, has_weight_lanes: bool = False) -> None:
-        self._reserves = reserves  # not with several lanes: memory that one stream reserves serves no other
+    def __init__(self, num_lanes: int = 1, *, has_weight_lanes: bool = False) -> None:
+        self.num_lanes = num_lanes
+        self._reserves = num_lanes == 1  # memory that one stream reserves serves no other
         self.has_weight_lanes = has_weight_lanes
         self._pools: dict[int, _Pool] = {}
 
@@ -140,6 +143,10 @@ class GraphMemory:
         if lane not in self._pools:
             self._pools[lane] = _Pool(self._reserves)
         return self._pools[lane].handle
+
+    def new_graph(self) -> torch.cuda.CUDAGraph:
+        """A graph for a pass. With several lanes it is kept, so that a region can have it as a child."""
+        return torch.cuda.CUDAGraph(keep_graph=self.num_lanes > 1)
 
     def renew(self) -> None:
         """Start new pools: a failed capture does not return its memory."""
@@ -177,6 +184,10 @@ class Graphs:
         self._written: set[int] = set()
         self.first_written: list[nn.Parameter] = []  # parameters whose gradients the step's graph writes
         self.is_complete = False  # whether the capturing step is finished
+        self._regions: list[Region] | None = None  # in the order of the host, once they are known
+        self._region: Region | None = None  # that is about to be launched
+        self._position = -1  # of the pass that is added to it
+        self._region_gradients: list[_Backward] = []
         gc.collect()  # memory of earlier steps goes to the pool
         torch.cuda.empty_cache()
 
@@ -242,12 +253,12 @@ class Graphs:
                 _put(captured.trees[source], tree)
             for layer, seed in seeds.items():
                 captured.generators[layer].manual_seed(seed)
-            captured.forward.replay()
+            self._launch(captured.forward)
             return captured.trees, captured.output
         # Capture: nothing runs on the GPU while a graph is captured, so it is replayed right after, for this step's
         # results.
         trees = {source: tree_map(_writable, tree) for source, tree in trees.items()}
-        graph = torch.cuda.CUDAGraph()
+        graph = self._memory.new_graph()
         generators: dict[int, torch.Generator] = {}
         on_host = _host_generators()
         failed = False
@@ -334,7 +345,7 @@ class Graphs:
         if known is None:
             if is_last:
                 gradients = [_writable(gradient) for gradient in gradients]
-            graph = torch.cuda.CUDAGraph()
+            graph = self._memory.new_graph()
             try:
                 with self._capturing(graph, slot.lane):
                     captured.parts[first] = run(gradients)
@@ -361,7 +372,7 @@ class Graphs:
             return None
         known = captured.weights.get(first)
         if known is None:
-            graph = torch.cuda.CUDAGraph()
+            graph = self._memory.new_graph()
             try:
                 # Autograd launches on the stream of the forward; nothing runs until the replay.
                 with _on_lane(slot.lane), self._capturing(graph, slot.weight_lane):
@@ -400,12 +411,122 @@ class Graphs:
 
     def _replay(self, known: _Backward) -> None:
         if known.graph is not None:
-            known.graph.replay()
+            self._launch(known.graph)
+        if self._region is not None:
+            self._region_gradients.append(known)  # which are not written yet
+        else:
+            self._set_gradients(known)
+
+    def _launch(self, graph: torch.cuda.CUDAGraph) -> None:
+        if self._region is not None:
+            self._region.add_graph(self._position, graph)
+        else:
+            graph.replay()
+
+    @contextmanager
+    def collected(self, region: Region, position: int) -> Iterator[None]:
+        """Inside, the pass of an instruction is not launched, but added to a region."""
+        self._region, self._position = region, position
+        try:
+            yield
+        finally:
+            self._region = None
+
+    def replay_region(self, region: Region) -> bool:
+        """Launch the passes that were added. Returns whether gradients are added behind them."""
+        region.replay()
+        if region.failure is not None:
+            self.refused["regions of several slots"] = region.failure
+        have_more = [self._set_gradients(known) for known in self._region_gradients]
+        self._region_gradients.clear()
+        return any(have_more)
+
+    def regions_of(
+        self,
+        positions: Sequence[int],
+        instructions: Sequence[Instruction],
+        slots: Mapping[int, RankSlot],
+        lanes: Lanes,
+    ) -> list[Region]:
+        """All passes of a step in the order of the host, cut into regions once they are captured."""
+        if not self.is_complete or self.step_graph is not None:
+            return [Region.of_one(position) for position in positions]
+
+        def is_fit(position: int, fits: Callable[[RankSlot, Forward | Backward], bool]) -> bool:
+            instruction = instructions[position]
+            assert isinstance(instruction, Forward | Backward)
+            return fits(slots[instruction.slot], instruction)
+
+        if self._regions is None:
+            self._regions = [
+                lanes.region_of(region)
+                for region in region_positions(
+                    positions,
+                    lanes.needs_of(positions),
+                    can_begin=lambda position: is_fit(position, self._has_own_graph),
+                    can_follow=lambda position: is_fit(position, self._is_graph_alone),
+                )
+            ]
+        return self._regions
+
+    @property
+    def region_sizes(self) -> list[int]:
+        """How many passes are launched together, for those that are not launched one by one."""
+        return [len(region.positions) for region in self._regions or () if len(region.positions) > 1]
+
+    def _has_own_graph(self, slot: RankSlot, instruction: Forward | Backward) -> bool:
+        """Whether a pass has a graph of its own, whose random numbers need not be seeded."""
+        captured = self._slots.get(slot.number)
+        if captured is None or captured.forward is None or captured.generators:
+            return False
+        match instruction:
+            case Forward():
+                return True
+            case Backward(first=first):
+                return first in (captured.backward if instruction.makes_inputs else captured.weights)
+
+    def _is_graph_alone(self, slot: RankSlot, instruction: Forward | Backward) -> bool:
+        """Whether nothing but its graph is launched in a pass, or nothing that needs other passes of the step: what it
+        reads is where they leave it."""
+        if not self._has_own_graph(slot, instruction):
+            return False
+        match instruction:
+            case Forward():
+                return all(self._is_in_place(slot, link) for link in slot.inputs)
+            case Backward(first=first, last=last):
+                is_last = (first, last) == slot.chunks[-1]
+                if not (instruction.makes_inputs and is_last) or isinstance(slot.code, LossCode):
+                    return True
+                return len(slot.outputs) == 1 and self._is_gradient_in_place(slot, slot.outputs[0], first)
+
+    def _is_in_place(self, slot: RankSlot, link: LinkEnd) -> bool:
+        """Whether a slot reads the output of another where that one has left it."""
+        producer = self._slots.get(link.producer)
+        if producer is None or not link.is_whole or link.items:
+            return False
+        return _addresses(producer.output.outputs) == _addresses(self._slots[slot.number].trees[link.source])
+
+    def _is_gradient_in_place(self, slot: RankSlot, link: LinkEnd, first: int) -> bool:
+        """Whether a slot reads the gradient of its output where the consumer has left it."""
+        consumer = self._slots.get(link.consumer)
+        if consumer is None or not link.is_whole or link.items:
+            return False
+        leaves = leaves_of(consumer.trees[link.source])
+        gradients = [leaf.grad if takes_gradient(leaf) else None for leaf in leaves]
+        return _addresses(gradients) == _addresses(self._slots[slot.number].backward[first].gradients)
+
+    def _set_gradients(self, known: _Backward) -> bool:
+        """Set the gradients that a pass has written. Returns whether others are added to them."""
+        has_more = False
         for parameter, is_first in known.written:
             place = self.gradients.place(parameter)
             if is_first and parameter.grad is not None and parameter.grad.data_ptr() != place.data_ptr():
-                place += parameter.grad  # from a slot that ran eagerly
+                place += parameter.grad  # from a slot that ran eagerly, or copied before this micro-step
+                has_more = True
+                if place.is_cuda:
+                    release_behind_current_stream(parameter.grad)
             parameter.grad = place
+        return has_more
 
     def _abandon(self, slot: RankSlot, captured: _Slot) -> None:
         """Go on eagerly with a slot whose backward could not be captured."""
@@ -431,7 +552,7 @@ class Graphs:
         gradients: list[torch.Tensor | None],
         chunk: Chunk,
     ) -> _Backward | None:
-        graph = torch.cuda.CUDAGraph()
+        graph = self._memory.new_graph()
         pairs = _gradient_pairs(chunk, gradients)
         if not (pairs and (chunk.inputs or chunk.parameters)):
             return _Backward(None, [], [])
@@ -695,6 +816,10 @@ def _gradient_pairs(chunk: Chunk, gradients: list[torch.Tensor | None]) -> list[
         for leaf, gradient in zip(chunk.outputs, gradients, strict=True)
         if gradient is not None and takes_gradient(leaf)
     ]
+
+
+def _addresses(tree: Any) -> list[int | None]:
+    return [leaf.data_ptr() if isinstance(leaf, torch.Tensor) else None for leaf in leaves_of(tree)]
 
 
 def _storage(tensor: torch.Tensor | None) -> int | None:

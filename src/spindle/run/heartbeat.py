@@ -116,6 +116,7 @@ class Heartbeat:
         self._next_ranks: list[int] = []  # of this host, that have not left
         self._next_hosts: list[tuple[str, list[int]]] = []  # with their ranks
         self._leaving = threading.Event()
+        self._threads: list[threading.Thread] = []
         self._beats = 0  # heartbeats of this rank that the store has answered
         self._stopped = 0  # iterations in which the watched rank was stopped or gone
         self._last, self._silent = 0, 0  # of the watched host: its counter, and iterations without a change
@@ -125,8 +126,11 @@ class Heartbeat:
 
     def start(self) -> None:
         self._store.set(f"process {self._rank}", self._process)
-        for run in (self._beat, self._watch):
-            threading.Thread(target=run, name="heartbeat", daemon=True).start()
+        self._threads = [
+            threading.Thread(target=run, name="heartbeat", daemon=True) for run in (self._beat, self._watch)
+        ]
+        for thread in self._threads:
+            thread.start()
         atexit.register(self.leave)
 
     def leave(self) -> None:
@@ -142,6 +146,11 @@ class Heartbeat:
                 end_s = time.monotonic() + _LEAVE_S
                 while not all(map(self._has_left, self._peers)) and time.monotonic() < end_s:
                     time.sleep(0.02)
+        # Python ends a daemon thread that returns from a request of the store while the interpreter shuts down in a way
+        # that aborts the process.
+        for thread in self._threads:
+            if thread is not threading.current_thread():
+                thread.join(_LEAVE_S)
 
     def _has_left(self, rank: int) -> bool:
         return bool(self._store.add(f"left {rank}", 0))

@@ -3,6 +3,10 @@
 What a part reads of its batch is cut to its items. The outputs of all parts of a call are joined by differentiable
 operations, so that autograd sends each part the gradient of its rows. Row counts are host integers throughout: nothing
 here waits for a GPU.
+
+A part of one item may run on a sequence group. Each member then has all of the item's batch, and cuts what its layers
+read to a slice of the tokens (`SequenceCode`), differentiably as well: weights before the cut get the gradient of the
+member's tokens alone, as those behind it do, and all of them are summed over ranks with other gradients.
 """
 
 from __future__ import annotations
@@ -15,7 +19,7 @@ import torch
 from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 
 from spindle.errors import TrainingError
-from spindle.program import item_runs, join_of
+from spindle.program import item_runs, join_of, most_slices, slice_bounds
 from spindle.run.pytrees import PytreeMeta, TensorMeta
 
 _MOST_LENGTHS = 6  # that are tried, and measured
@@ -36,18 +40,63 @@ class ItemRows:
         """The rows of each item."""
         if self.entry is None:
             return [self.numerator] * num_items
-        return [-(-length * self.numerator // self.denominator) for length in lengths[self.entry]]
+        return [self.at(length) for length in lengths[self.entry]]
+
+    def at(self, length: int) -> int:
+        """The rows of an item of this length, or those before a multiple of the denominator."""
+        return self.numerator if self.entry is None else -(-length * self.numerator // self.denominator)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CountedRows:
+    """Integers that count an item's rows: `rows` of them at these places of a tensor with so many elements, or the
+    integer itself. On a member of a sequence group they count its own."""
+
+    rows: ItemRows
+    places: tuple[int, ...] = ()
+    num_elements: int = 1
+
+
+SliceRule = ItemRows | CountedRows | None  # None: members have all of it
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SequenceCode:
+    """How a sequence group shares an item of a call: by slices that begin at multiples of `alignment`, on one of the
+    allowed numbers of devices.
+
+    What is cut into slices are the leaves of the first layer's arguments, or of what crosses the cut behind
+    `whole_layers`, which each member runs on all tokens; `cut` is empty for a call that reads slices. `attended` are
+    the tokens of attention, and `exchanged_bytes`, by layer, what attention exchanges in forward for each row of an
+    item.
+    """
+
+    degrees: tuple[int, ...]
+    alignment: int
+    whole_layers: int = 0
+    cut: tuple[SliceRule, ...] = ()
+    attended: ItemRows | None = None
+    exchanged_bytes: tuple[float, ...] = ()
+
+    def allows(self, length: int, degree: int) -> bool:
+        """Whether so many devices may share an item of this length."""
+        return degree == 1 or (degree in self.degrees and degree <= most_slices(length, self.alignment))
+
+    def bounds(self, length: int, degree: int) -> tuple[int, ...]:
+        """Where the slices of an item of this length begin and end, in rows of its longest entry."""
+        return slice_bounds(length, degree, self.alignment)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ItemCode:
     """What is known of an item call: the entries of the batch that it or the calls before it read, each with the entry
     of its lengths (None: one row for each item), and the rows of each leaf of its output. `can_split` says whether its
-    items may run apart from each other."""
+    items may run apart from each other, and `sequence` how several devices may share one, if they may."""
 
     entries: tuple[tuple[str, str | None], ...]
     rows: tuple[ItemRows | None, ...] = ()
     can_split: bool = False
+    sequence: SequenceCode | None = None
 
     @property
     def length_entry(self) -> str | None:
@@ -84,6 +133,60 @@ def _cut_rows(leaf: Any, rows: Sequence[int] | None, items: Sequence[int]) -> An
     runs = item_runs((1,) * leaf.shape[0] if rows is None else rows, items)
     slices = [leaf.narrow(0, first, last - first) for first, last in runs]
     return slices[0] if len(slices) == 1 else torch.cat(slices) if slices else leaf.narrow(0, 0, 0)
+
+
+def cut_slice(tree: Any, rules: Sequence[SliceRule], bounds: Sequence[int], place: int) -> Any:
+    """One member's slice of the leaves of a pytree, of one item with these bounds. Refuses leaves that do not follow
+    their rules."""
+    leaves, spec = tree_flatten(tree)
+    if len(leaves) != len(rules):
+        raise _rows_error(f"{len(leaves)} values, where its first batch had {len(rules)}")
+    return tree_unflatten([_sliced(leaf, rule, bounds, place) for leaf, rule in zip(leaves, rules, strict=True)], spec)
+
+
+def _sliced(leaf: Any, rule: SliceRule, bounds: Sequence[int], place: int) -> Any:
+    first, last, length = bounds[place], bounds[place + 1], bounds[-1]
+    match rule:
+        case None:
+            return leaf
+        case ItemRows(axis=axis):
+            begin, end = rule.at(first), rule.at(last)
+            if leaf.shape[axis] != rule.at(length):
+                raise _rows_error(f"{leaf.shape[axis]} rows for an item of {length}, expected {rule.at(length)}")
+            return leaf.narrow(axis, begin, end - begin)
+        case CountedRows(rows=rows, places=places):
+            count, whole = rows.at(last) - rows.at(first), rows.at(length)
+            if not isinstance(leaf, torch.Tensor):
+                if leaf != whole:
+                    raise _rows_error(f"a count of {leaf} for an item of {length}, expected {whole}")
+                return count
+            if leaf.numel() != rule.num_elements:
+                raise _rows_error(f"{leaf.numel()} counts for an item of {length}, expected {rule.num_elements}")
+            counted = leaf.clone(memory_format=torch.contiguous_format)
+            for element in (counted.view(-1)[counted_at] for counted_at in places):
+                if leaf.device.type == "cuda":  # reading it would wait for the GPU
+                    torch._assert_async(element == whole, f"counts tokens of an item as {whole}")
+                elif element != whole:
+                    raise _rows_error(f"a count of {int(element)} for an item of {length}, expected {whole}")
+                element.fill_(count)
+            return counted
+
+
+def _rows_error(text: str) -> TrainingError:
+    return TrainingError(
+        f"a module whose items several ranks share passes {text} from layer to layer; let that follow from the rows of "
+        "an item, or leave its items on one rank each (spindle.Planning(sequence_parallel_degrees={...: 1}))"
+    )
+
+
+def slice_rows(code: ItemCode, lengths: Lengths, item: int, degree: int, leaf: int) -> list[int] | None:
+    """Bounds of the members' rows of one leaf of a call's output; None where it has no rows."""
+    rows, entry = code.rows[leaf], code.length_entry
+    if rows is None:
+        return None
+    assert code.sequence is not None
+    assert entry is not None
+    return [rows.at(bound) for bound in code.sequence.bounds(lengths[entry][item], degree)]
 
 
 def join_items(parts: Sequence[tuple[tuple[int, ...], Any]], code: ItemCode, lengths: Lengths, name: str) -> Any:

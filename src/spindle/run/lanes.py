@@ -5,16 +5,23 @@ instruction depends on one of another lane, its stream waits for an event behind
 but for tensors that cross lanes: torch's allocator gives memory back to the stream that allocated it, in captures, too,
 so whatever another lane reads is held until the step ends.
 
+With several ranks, communication is launched from a stream of its own, in the order that is common to all ranks. It
+waits for events behind what it sends or reduces, and for nothing else, so that no lane waits for another through it.
+What this stream reads, or receives for a lane, is freed only behind what both of them have launched by then.
+
 Autograd runs a node of backward on the stream of its forward, whatever stream is current. Weight gradients therefore
 run on a lane of their own only as a CUDA graph, which is captured on the stream of their slot and replayed on any;
 launched eagerly, they run on the lane of their slot.
+
+Lanes with quotas have streams on SMs of their own (`green_contexts`); what belongs to no slot runs on all SMs, on the
+stream from which the step was started.
 
 On CPUs lanes are only an order.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import cache
 from typing import Any
@@ -23,11 +30,15 @@ import torch
 
 from spindle.errors import TrainingError
 from spindle.program import Backward, Forward, Program, needed_pairs
+from spindle.run.green_contexts import partitions
 from spindle.run.rank_program import RankProgram, RankSlot
+from spindle.run.regions import Region
 from spindle.run.step import Step
 from spindle.run.world import World, compute_stream
 
 Record = Callable[[int, int, frozenset[int]], AbstractContextManager[None]]
+COMMUNICATION = -1  # the lane from which communication is launched, where compute has several
+_REGIONS = (-2, -3, -4, -5)  # streams from which regions are launched in turn, so that none waits for the one before
 
 
 class Lanes:
@@ -36,23 +47,36 @@ class Lanes:
     def __init__(self, program: Program, rank_program: RankProgram, world: World) -> None:
         self._lane_of = [slot.lane for slot in program.plan.slots]
         self.has_weight_lanes = any(slot.has_weight_lane for slot in program.plan.slots)
-        self._is_on = world.device.type == "cuda" and program.plan.num_lanes > 1
+        self._is_on = uses_streams(program, world)
         self._streams: list[torch.cuda.Stream] = []
+        self._communication: torch.cuda.Stream | None = None
+        # The lane of what belongs to no slot: the first one, or with quotas, where no lane has all SMs, one behind all.
+        self._common = program.plan.num_lanes if program.plan.quotas else 0
         self._lane_at: dict[int, int] = {}  # by instruction
         self._slot_lane_at: dict[int, int] = {}  # by instruction: the lane of its slot, where autograd launches it
         self._waits: dict[int, list[int]] = {}  # by instruction: those of other lanes that it needs
+        self._messages: dict[int, list[int]] = {}  # by instruction of a compute lane: communication that it needs
         self._events: dict[int, torch.cuda.Event] = {}
         self._record: Record | None = None
         self._last_on: dict[int, int] = {}  # by lane: the instruction recorded last
+        self._num_regions = 0  # launched so far
         self._recorded: set[int] = set()
         if program.plan.num_lanes == 1:
             return
-        if self._is_on and world.size > 1:
+        if self._is_on and world.shares_gpu:
             raise TrainingError(
-                "this plan has several lanes, which run on one GPU with one process so far; plan with lanes=1"
+                f"this plan has {program.plan.num_lanes} lanes, and virtual devices have one: their processes share "
+                "the GPU; plan with lanes=1"
             )
-        if self._is_on:
+        if self._is_on and program.plan.quotas and world.size > 1:
+            raise TrainingError(
+                "this plan has quotas of SMs, which run with one process so far; plan without quotas=True"
+            )
+        if self._is_on and program.plan.quotas:
+            self._streams = [*(partition.stream for partition in partitions(program.plan.quotas)), compute_stream()]
+        elif self._is_on:
             self._streams = [lane_stream(lane) for lane in range(program.plan.num_lanes)]
+            self._communication = _further_stream(COMMUNICATION) if world.size > 1 else None
         for position in rank_program.compute:
             match program.instructions[position]:
                 case Backward(slot=slot, makes_inputs=False):
@@ -61,15 +85,20 @@ class Lanes:
                 case Forward(slot=slot) | Backward(slot=slot):
                     self._lane_at[position] = self._slot_lane_at[position] = self._lane_of[slot]
                 case _:
-                    self._lane_at[position] = self._slot_lane_at[position] = 0
+                    self._lane_at[position] = self._slot_lane_at[position] = self._common
+        computed, communication = set(self._lane_at), {*rank_program.transfer, *rank_program.sync}
+        if self._communication is not None:
+            self._lane_at |= dict.fromkeys(communication, COMMUNICATION)
         for before, after in needed_pairs(program).tolist():
-            if before in self._lane_at and after in self._lane_at and self._lane_at[before] != self._lane_at[after]:
+            if before in computed and after in self._lane_at and self._lane_at[before] != self._lane_at[after]:
                 self._waits.setdefault(after, []).append(before)
+            elif before in communication and after in computed:
+                self._messages.setdefault(after, []).append(before)
 
     def begin(self) -> None:
         """Let all lanes wait for what was launched before the step: the last update, and this step's batches."""
-        for stream in self._streams[1:] if self._record is None else ():
-            stream.wait_stream(self._streams[0])
+        for stream in self._other_streams():
+            stream.wait_stream(self._streams[self._common])
 
     @contextmanager
     def on_stream_of(self, position: int) -> Iterator[None]:
@@ -88,12 +117,64 @@ class Lanes:
             yield
             return
         stream = self._streams[self._lane_at[position]]
-        for before in self._waits.get(position, ()):
-            if before in self._events:  # else its task takes no part in this step
-                stream.wait_event(self._events[before])
+        self._wait(stream, position)
         with torch.cuda.stream(stream):
             yield
             self._events[position] = stream.record_event()
+
+    def needs_of(self, positions: Sequence[int]) -> dict[int, list[int]]:
+        """What each of these instructions, of all that a step launches on compute lanes, waits for on this rank: others
+        of them, and messages."""
+        before_on: dict[int, int] = {}  # by lane
+        needs = {}
+        for position in positions:
+            lane = self._lane_at[position]
+            needs[position] = [*self._waits.get(position, ()), *self._messages.get(position, ())]
+            needs[position] += [before_on[lane]] if lane in before_on else []
+            before_on[lane] = position
+        return needs
+
+    def region_of(self, positions: Sequence[int]) -> Region:
+        """A region of these instructions."""
+        inside = set(positions)
+        needs = {position: frozenset(inside.intersection(of)) for position, of in self.needs_of(positions).items()}
+        last_on = {self._lane_at[position]: position for position in positions}
+        waited_for = {before for after, befores in self._waits.items() if after not in inside for before in befores}
+        return Region(needs, sorted(inside & (waited_for | set(last_on.values()))))
+
+    def launch(self, region: Region, replay: Callable[[], bool]) -> None:
+        """Launch a region, as one graph, behind its lanes, of which each then goes on behind its last pass. `replay`
+        returns whether it launches anything behind the graph: then all wait for that."""
+        if not self._is_on:
+            replay()
+            return
+        last_on = {self._lane_at[position]: position for position in region.positions}
+        stream = _further_stream(_REGIONS[self._num_regions % len(_REGIONS)])
+        self._num_regions += 1
+        for lane in last_on:
+            stream.wait_stream(self._streams[lane])
+        with torch.cuda.stream(stream):
+            has_more = replay()
+            events = dict.fromkeys(region.positions, stream.record_event()) if has_more else region.events
+        self._events |= events
+        for lane, last in last_on.items():
+            self._streams[lane].wait_event(events[last])
+
+    @contextmanager
+    def on_communication_stream(self, position: int) -> Iterator[None]:
+        """Launch a transfer or a collective behind what it needs from lanes. What waits for it is what its request
+        makes wait."""
+        if self._communication is None:
+            yield
+            return
+        self._wait(self._communication, position)
+        with torch.cuda.stream(self._communication):
+            yield
+
+    def _wait(self, stream: torch.cuda.Stream, position: int) -> None:
+        for before in self._waits.get(position, ()):
+            if before in self._events:  # else its task takes no part in this step
+                stream.wait_event(self._events[before])
 
     @contextmanager
     def recording(self, record: Record) -> Iterator[None]:
@@ -117,9 +198,16 @@ class Lanes:
 
     def join(self) -> None:
         """Let what follows the step wait for all lanes."""
-        for stream in self._streams[1:] if self._record is None else ():
-            self._streams[0].wait_stream(stream)
+        for stream in self._other_streams():
+            self._streams[self._common].wait_stream(stream)
         self._events.clear()
+
+    def _other_streams(self) -> list[torch.cuda.Stream]:
+        """All streams but that of the common lane, which begins a step and ends it."""
+        if self._record is not None:
+            return []
+        others = [stream for lane, stream in enumerate(self._streams) if lane != self._common]
+        return others if self._communication is None else [*others, self._communication]
 
 
 @contextmanager
@@ -133,6 +221,18 @@ def on_own_lane(slot: RankSlot, device: torch.device) -> Iterator[None]:
     with torch.cuda.stream(own):
         yield
     here.wait_stream(own)
+
+
+def uses_streams(program: Program, world: World) -> bool:
+    """Whether lanes are streams: a plan has several, and the device is a GPU."""
+    return world.device.type == "cuda" and program.plan.num_lanes > 1
+
+
+def release_behind_current_stream(tensor: torch.Tensor | None) -> None:
+    """Let the memory of a tensor of another stream be used again only behind what the current one has launched when
+    the tensor is freed."""
+    if tensor is not None:
+        tensor.record_stream(torch.cuda.current_stream())
 
 
 def lane_stream(lane: int) -> torch.cuda.Stream:

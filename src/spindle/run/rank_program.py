@@ -8,11 +8,13 @@ from typing import Any
 
 import numpy as np
 
+from spindle.errors import ProgramError
 from spindle.graph import MetaGraph
 from spindle.program import (
     SYNC,
     TRANSFER,
     Backward,
+    Column,
     Exchange,
     Flows,
     Forward,
@@ -54,8 +56,9 @@ class LinkEnd:
     local: tuple[int, int] | None  # rows that this rank has on both sides
     is_whole: bool  # this rank produces and consumes the same rows: nothing is sent
     has_new_shapes: bool  # in every step
-    items: tuple[int, ...] = ()  # of the part that produces; it sends all of its output
+    items: tuple[int, ...] = ()  # of the part that produces; each of its ranks sends all of its output
     item_code: ItemCode | None = None
+    num_slices: int = 1  # of the item, if a sequence group produces: rows above are slices then
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,6 +86,7 @@ class RankSlot:
     lane: int = 0
     weight_lane: int = 0  # of its weight gradients: its own unless the plan has another
     items: tuple[int, ...] = ()  # of a part
+    sequence_group: tuple[int, ...] = ()  # ranks that share its item, in the order of slices; empty if it is not shared
 
     @property
     def first(self) -> int:
@@ -191,6 +195,9 @@ def rank_program_of(
         # Compute instructions with collectives inside take part in the common order: a tensor-parallel all-reduce that
         # one rank launches before a transfer and its peer after it can deadlock under NCCL.
         place = launch_order(program)
+        # The host launches compute in that order, too: with several lanes, that of the plan may be another one that
+        # their orders allow.
+        compute = tuple(sorted(compute, key=lambda number: int(place[number])))
         within = [number for number in compute if launches_collectives(program, program.instructions[number])]
         launches = tuple(sorted((*transfer, *sync, *within), key=lambda number: int(place[number])))
     return RankProgram(links=links, slots=slots, compute=compute, transfer=transfer, sync=sync, launches=launches)
@@ -208,11 +215,25 @@ def _link_end(
     assert isinstance(layers, LayersCode)
     last = program.plan.slots[link.producer].last
     directions = ((link.forward, False), (link.backward, True))
-    op = graph.metaops[producer.op]
+    op, num_slices = graph.metaops[producer.op], producer.sequence_degree
+    axes = layers.layers[last - 1].axes
     if op.items:
-        # Parts and what they feed count rows of different things: a part sends all it has.
-        made, used = dict.fromkeys(made, (0, 1)), dict.fromkeys(used, (0, 1))
-        directions = ((_whole_flows(link.forward), False), (_whole_flows(link.backward), True))
+        # Parts and what they feed count rows of different things: each rank of a part sends all it has, one slice. What
+        # is behind the part takes all slices, and a layer of the same part goes on with the same one.
+        is_inside = bool(graph.metaops[program.slots[link.consumer].op].items)
+        if num_slices > 1:
+            if layers.items is None or (used.keys() != made.keys() if is_inside else len(used) > 1):
+                raise ProgramError(
+                    f"{op.name} is shared by the sequence group {sorted(made)} and feeds ranks {sorted(used)}, "
+                    "expected the same ranks inside its part, and one rank behind it"
+                )
+            if not is_inside:
+                axes = tuple(None if rows is None else rows.axis for rows in layers.items.rows)
+        used = {rank: made.get(rank, (0, 1)) if is_inside else (0, num_slices) for rank in used}
+        directions = (
+            (_flows_of_slices(link.forward, link.forward.source, made), False),
+            (_flows_of_slices(link.backward, link.backward.destination, made), True),
+        )
     had, wanted = made.get(rank), used.get(rank)
     local = None
     # Rows that a rank both produces and consumes are handed over in memory. A rank without rows (more devices than
@@ -228,7 +249,7 @@ def _link_end(
         source=op.whole_call,
         task=op.task,
         cut=(producer.op, last),
-        axes=layers.layers[last - 1].axes,
+        axes=axes,
         sends=(forward_sends, backward_sends),
         receives=(forward_takes, backward_takes),
         local=local,
@@ -236,12 +257,14 @@ def _link_end(
         has_new_shapes=layers.reads_values,
         items=op.items,
         item_code=layers.items,
+        num_slices=num_slices,
     )
 
 
-def _whole_flows(flows: Flows) -> Flows:
-    """The same messages, each of one row: all that a part has."""
-    return replace(flows, first=np.zeros_like(flows.first), last=np.ones_like(flows.last))
+def _flows_of_slices(flows: Flows, ranks: Column, slices: Rows) -> Flows:
+    """The same messages, each of the slice that one of `ranks` makes: all that a part has where it is not shared."""
+    first = np.array([slices[rank][0] for rank in ranks.tolist()], dtype=np.int64)
+    return replace(flows, first=first, last=first + 1)
 
 
 def _flows(flows: Flows, backward: bool, used: Rows, rank: int, sends: bool) -> tuple[Flow, ...]:
@@ -307,6 +330,7 @@ def _slots(
             lane=planned.lane,
             weight_lane=planned.lane_of_weights,
             items=op.items,
+            sequence_group=_sequence_group(shape, rank, code[shape.op], op.name),
         )
     return slots
 
@@ -323,6 +347,27 @@ def tensor_groups(shape: SlotShape) -> list[tuple[int, ...]]:
     """The tensor-parallel groups of a slot, in the order of its rows; single ranks at degree one."""
     ranks, degree = shape.ranks.tolist(), shape.tensor_degree
     return [tuple(ranks[start : start + degree]) for start in range(0, len(ranks), degree)]
+
+
+def sequence_groups(shape: SlotShape) -> list[tuple[int, ...]]:
+    """The sequence groups of a slot, in the order of its rows; none at degree one."""
+    ranks, size = shape.ranks.tolist(), shape.group_size
+    if shape.sequence_degree == 1:
+        return []
+    return [tuple(ranks[start : start + size]) for start in range(0, len(ranks), size)]
+
+
+def _sequence_group(shape: SlotShape, rank: int, code: OpCode, name: str) -> tuple[int, ...]:
+    group = next((group for group in sequence_groups(shape) if rank in group), ())
+    if group:
+        sequence = code.items.sequence if isinstance(code, LayersCode) and code.items is not None else None
+        if sequence is None or shape.sequence_degree not in sequence.degrees or shape.tensor_degree > 1:
+            allowed = ", ".join(map(str, sequence.degrees)) if sequence is not None else "none"
+            raise ProgramError(
+                f"{name} is on a sequence group of {len(group)} ranks, where sequence degrees that its module allows "
+                f"are: {allowed}"
+            )
+    return group
 
 
 def held_parameters(program: Program, graph: MetaGraph, rank: int) -> frozenset[int]:

@@ -11,8 +11,10 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import nn
 
-from spindle.program import Program, Slice, flat_pieces, numbers_by_dtype
+from spindle.errors import ProgramError
+from spindle.program import Bucket, Program, Slice, flat_pieces, numbers_by_dtype
 from spindle.run.flat_collectives import Request, start_all_gather
+from spindle.run.lanes import uses_streams
 from spindle.run.world import World, wait
 
 
@@ -58,23 +60,35 @@ class Flat:
         self.owned.clear()
 
 
+BucketKey = tuple[tuple[int, ...], tuple[int, ...]]  # the parameters of a bucket, and its ranks
+
+
 class Shards:
-    """The sharded buckets of one rank; all executors of a plan share them."""
+    """The sharded buckets of one rank; all executors of a plan share them. Programs of different steps number buckets
+    differently and may lack some, so they are known by what is in them."""
 
     def __init__(self, program: Program, parameters: Sequence[nn.Parameter], world: World) -> None:
         self._world = world
+        self._has_lanes = uses_streams(program, world)
         dtypes = [parameter.dtype for parameter in parameters]
-        self.flats: list[list[Flat]] = []  # by bucket: one for each dtype
+        self._flats: dict[BucketKey, list[Flat]] = {}  # one for each dtype
         for bucket in program.buckets:
             ranks = tuple(bucket.ranks.tolist())
             by_dtype = numbers_by_dtype(bucket, dtypes) if world.rank in ranks else []
-            self.flats.append(
-                [Flat(numbers, [parameters[number] for number in numbers], ranks, world.rank) for numbers in by_dtype]
-            )
-        self._gathers: dict[int, list[Request]] = {}  # in flight, by bucket
+            self._flats[_key(bucket)] = [
+                Flat(numbers, [parameters[number] for number in numbers], ranks, world.rank) for numbers in by_dtype
+            ]
+        self._gathers: dict[BucketKey, list[Request]] = {}  # in flight
+        self._waited: dict[BucketKey, set[int]] = {}  # with lanes: the streams that have waited for them
 
     def __iter__(self) -> Iterator[Flat]:
-        return (flat for flats in self.flats for flat in flats)
+        return (flat for flats in self._flats.values() for flat in flats)
+
+    def of_bucket(self, bucket: Bucket) -> list[Flat]:
+        """The flat tensors of a bucket of any program, one for each dtype; none where other ranks hold it."""
+        if _key(bucket) not in self._flats:
+            raise ProgramError("a step has other buckets than those whose optimizer state was sharded")
+        return self._flats[_key(bucket)]
 
     def attach(self) -> None:
         for flat in self:
@@ -96,20 +110,38 @@ class Shards:
                 if owned is not None:
                     owned.grad = None
 
-    def start_gather(self, bucket: int) -> None:
+    def start_gather(self, bucket: Bucket) -> None:
         """Start to gather the updated parts of a bucket."""
-        requests = [start_all_gather(flat.memory, flat.ranks, self._world) for flat in self.flats[bucket]]
+        requests = [start_all_gather(flat.memory, flat.ranks, self._world) for flat in self.of_bucket(bucket)]
         if requests:
-            self._gathers[bucket] = requests
+            self._gathers[_key(bucket)], self._waited[_key(bucket)] = requests, set()
 
-    def is_gathering(self, bucket: int) -> bool:
-        return bucket in self._gathers
+    def is_gathering(self, bucket: Bucket) -> bool:
+        """Whether the gather of a bucket is still to be waited for, with several lanes by the current one."""
+        key = _key(bucket)
+        return key in self._gathers and not (self._has_lanes and _stream() in self._waited[key])
 
-    def wait(self, bucket: int) -> None:
-        for request in self._gathers.pop(bucket, ()):
+    def wait(self, bucket: Bucket) -> None:
+        self._wait(_key(bucket))
+
+    def _wait(self, key: BucketKey) -> None:
+        for request in self._gathers.get(key, ()):
             wait(request)
+        if self._has_lanes and key in self._waited:
+            self._waited[key].add(_stream())
+        else:
+            self._gathers.pop(key, None)
 
     def settle(self) -> None:
         """Wait for all gathers in flight: every parameter then has the values of the last update."""
-        for bucket in list(self._gathers):
-            self.wait(bucket)
+        for key in list(self._gathers):
+            self._wait(key)
+        self._gathers.clear()
+
+
+def _stream() -> int:
+    return torch.cuda.current_stream().cuda_stream
+
+
+def _key(bucket: Bucket) -> BucketKey:
+    return bucket.parameters, tuple(bucket.ranks.tolist())

@@ -187,6 +187,11 @@ class Watch:
         self._read_bytes = read_bytes
         self.held = None if read_bytes is None else HeldBytes(read_bytes()[1], {})
 
+    @property
+    def is_timed(self) -> bool:
+        """Whether events on a GPU time the step."""
+        return self._on_gpu and self._timed
+
     def note_end(self, position: int) -> None:
         """An instruction of a compute lane is done, or launched on a GPU."""
         self.end[position] = self.now()

@@ -16,8 +16,9 @@ from spindle.graph import MetaGraph
 from spindle.program import Backward, GatherParameters, Program
 from spindle.run.flat_collectives import start_reduce_scatter
 from spindle.run.gradients import GradientBuffers, Gradients
+from spindle.run.lanes import release_behind_current_stream, uses_streams
 from spindle.run.rank_program import RankProgram
-from spindle.run.shards import Shards
+from spindle.run.shards import Flat, Shards
 from spindle.run.step import Step, Watch
 from spindle.run.world import World, peers, wait
 
@@ -44,6 +45,7 @@ class Syncs:
         last: GradientBuffers | None,
     ) -> None:
         self._program, self._world, self._rank_program, self._shards = program, world, rank_program, shards
+        self._crosses_streams = uses_streams(program, world)  # from lanes to that of reductions
         self.trained: list[nn.Parameter] = [parameters[number] for number in sorted(trainable)]
         trained = {id(parameter) for parameter in self.trained}
         # Parameters that the last program trained and this one does not: their gradients are dropped.
@@ -59,18 +61,19 @@ class Syncs:
         # What is reduced at once: a bucket, or all parameters of one dtype of a sharded bucket.
         summed: list[list[nn.Parameter]] = []
         self._sums_of: list[list[int]] = []  # by bucket
-        for number, bucket in enumerate(program.buckets):
+        flats: list[Flat] = []
+        for bucket in program.buckets:
             # Buckets of other tensor-parallel shards belong to other ranks.
             sums = [[parameters[parameter] for parameter in bucket.parameters] if world.rank in bucket.ranks else []]
             if shards is not None:
-                sums = [list(flat.parameters) for flat in shards.flats[number]]
+                flats += shards.of_bucket(bucket)
+                sums = [list(flat.parameters) for flat in shards.of_bucket(bucket)]
             self._sums_of.append(list(range(len(summed), len(summed) + len(sums))))
             summed += sums
-        flats = dict(enumerate(shards)) if shards is not None else {}
-        self.gradients: Gradients = Gradients(summed, flats, None if last is None else last.gradients)
+        self.gradients: Gradients = Gradients(summed, dict(enumerate(flats)), None if last is None else last.gradients)
         # By slot and the first layer of a chunk: positions of the gathers that it waits for.
         self._needed_by: dict[tuple[int, int], list[int]] = {}
-        self._gathers: list[tuple[int, int]] = []  # in the order of the lane, with the bucket
+        self._gathers: list[tuple[int, int]] = []  # in the order of the lane, with the number of the bucket
         for position in rank_program.sync:
             instruction = program.instructions[position]
             if isinstance(instruction, GatherParameters):
@@ -97,10 +100,12 @@ class Syncs:
         for parameter in self._untrained:
             parameter.grad = None
         self._untrained = []
+        if self._crosses_streams:
+            self.gradients.allocate()
         if self._shards is not None and step.micro_step.is_first:
             self._shards.drop_gradients()
             for position, bucket in self._gathers:
-                if self._shards.is_gathering(bucket):
+                if self._shards.is_gathering(self._program.buckets[bucket]):
                     watch.posted[position] = watch.now()  # in flight since the last update
         if step.micro_step.is_first:
             for parameter in self.trained:
@@ -127,6 +132,8 @@ class Syncs:
         unreached = {id(parameter) for parameter in self._unreached(step.micro_step.tasks)}
         # Collectives are asynchronous: backward goes on, and `finish` waits for all of them.
         for number in self._sums_of[bucket]:
+            for parameter in self.gradients.parameters_of(number) if self._crosses_streams else ():
+                release_behind_current_stream(parameter.grad)
             flat = self.gradients.gathered(number, unreached)
             request: Any
             if self._shards is not None:
@@ -159,7 +166,7 @@ class Syncs:
         optimizer.step()
         for _, bucket in self._gathers:
             if self._shards is not None and self.is_on(step, bucket):
-                self._shards.start_gather(bucket)
+                self._shards.start_gather(self._program.buckets[bucket])
 
     def wait_for_parameters(self, slot: int, first: int, watch: Watch) -> None:
         """Wait for the sharded parameters of one chunk. The program waits for those of a whole slot, so this is laxer:
@@ -167,8 +174,9 @@ class Syncs:
         for position in self._needed_by.get((slot, first), ()):
             instruction = self._program.instructions[position]
             assert isinstance(instruction, GatherParameters)
-            if self._shards is not None and self._shards.is_gathering(instruction.bucket):
-                self._shards.wait(instruction.bucket)
+            bucket = self._program.buckets[instruction.bucket]
+            if self._shards is not None and self._shards.is_gathering(bucket):
+                self._shards.wait(bucket)
                 watch.end[position] = watch.now()
 
     def _backward_at(self, position: int) -> Backward:

@@ -8,11 +8,15 @@ know it, and only the values are sent.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
+from typing import Any
 
 import torch
 
 from spindle.errors import TrainingError
 from spindle.program import Exchange, Program
+from spindle.run.items import slice_rows
+from spindle.run.lanes import release_behind_current_stream, uses_streams
 from spindle.run.pytrees import (
     PytreeMeta,
     TensorMeta,
@@ -39,6 +43,8 @@ class Transfers:
 
     def __init__(self, program: Program, rank_program: RankProgram, world: World) -> None:
         self._rank_program, self._world = rank_program, world
+        # Then messages are launched from another stream than those that make and use their tensors.
+        self._crosses_streams = uses_streams(program, world)
         self._received: dict[tuple[int, int], PytreeMeta] = {}
         self._sent: dict[tuple[int, int], PytreeMeta] = {}
         self._seen: set[tuple[str, int]] = set()
@@ -132,6 +138,14 @@ class Transfers:
         given = step.cuts.get(link.cut)
         if given is not None:
             known = with_rows(given, link.axes, producer.rows)
+            if link.num_slices > 1:
+                leaves = [
+                    replace(leaf, shape=_slice_shape(step, link, leaf, number, flow))
+                    if isinstance(leaf, TensorMeta)
+                    else leaf
+                    for number, leaf in enumerate(given.leaves)
+                ]
+                known = replace(given, leaves=tuple(leaves))
         if known != meta and (given is not None or not link.has_new_shapes):
             raise TrainingError(
                 f"{producer.name} returns {_shapes(meta)} where it returned {_shapes(known)} for a batch of the same "
@@ -141,6 +155,8 @@ class Transfers:
             )
         for number, (leaf, axis) in enumerate(zip(leaves_of(tree), link.axes, strict=True)):
             if isinstance(leaf, torch.Tensor):
+                if self._crosses_streams:
+                    release_behind_current_stream(leaf)
                 part = cut_leaf(
                     leaf.detach(), axis, producer.rows, flow.first - producer.begin, flow.last - producer.begin
                 )
@@ -151,7 +167,9 @@ class Transfers:
         for number, (leaf, axis) in enumerate(zip(step.inputs[link.number], link.axes, strict=True)):
             if leaf is not None and (axis is not None or flow.with_rowless):
                 gradient = torch.zeros_like(leaf) if leaf.grad is None else leaf.grad
-                part = cut_leaf(gradient, axis, consumer.rows, flow.first - consumer.begin, flow.last - consumer.begin)
+                if self._crosses_streams:
+                    release_behind_current_stream(gradient)
+                part = cut_consumed(step, link, consumer, number, gradient, flow.first, flow.last)
                 yield from self._message(part, flow.peer, link, True, number)
 
     def _message(
@@ -166,13 +184,15 @@ class Transfers:
         meta = self._received[link.number, step.signatures[link.task]] = self.meta_of(step, link)
         return [
             torch.empty(
-                shape_for(leaf, axis, meta.num_rows, flow.last - flow.first),
+                _slice_shape(step, link, leaf, number, flow)
+                if link.num_slices > 1
+                else shape_for(leaf, link.axes[number], meta.num_rows, flow.last - flow.first),
                 dtype=leaf.dtype,
                 device=self._world.device,
             )
             if isinstance(leaf, TensorMeta)
             else None
-            for leaf, axis in zip(meta.leaves, link.axes, strict=True)
+            for number, leaf in enumerate(meta.leaves)
         ]
 
     def _gradient_buffers(self, step: Step, link: LinkEnd, flow: Flow) -> list[torch.Tensor | None]:
@@ -217,7 +237,11 @@ class Transfers:
                 wait(request)
         if arrivals:
             watch.end[self._positions[link.number, backward]] = watch.now()
-        if backward:
+        if self._crosses_streams:
+            for tensor in (tensor for arrival in arrivals for tensor in arrival.tensors or ()):
+                release_behind_current_stream(tensor)
+        elif backward:
+            # With several streams, that this one waits for a send says nothing about the one which owns its buffer.
             self._free_sent(step, (link.number, False), {arrival.flow.peer for arrival in arrivals})
         if self._world.device.type == "cuda":
             for key in list(step.sending):
@@ -249,6 +273,31 @@ class Transfers:
         text = torch.empty(int(length), dtype=torch.uint8)
         self._world.receive_on_host(text, peer, self._tag(link, False, _METADATA))
         return meta_from_bytes(text.numpy().tobytes())
+
+
+def cut_consumed(
+    step: Step, link: LinkEnd, consumer: RankSlot, number: int, tensor: torch.Tensor, first: int, last: int
+) -> Any:
+    """Rows `[first, last)` of a leaf that a slot has received over a link, or slices of it."""
+    axis = link.axes[number]
+    bounds = _rows_of_slices(step, link, number) if link.num_slices > 1 and axis is not None else None
+    if bounds is None or axis is None:
+        return cut_leaf(tensor, axis, consumer.rows, first - consumer.begin, last - consumer.begin)
+    return tensor.narrow(axis, bounds[first], bounds[last] - bounds[first])
+
+
+def _slice_shape(step: Step, link: LinkEnd, leaf: TensorMeta, number: int, flow: Flow) -> tuple[int, ...]:
+    """The shape of one slice of an item's leaf, of which another slice or all is known."""
+    bounds, axis = _rows_of_slices(step, link, number), link.axes[number]
+    if bounds is None or axis is None:
+        return leaf.shape
+    return (*leaf.shape[:axis], bounds[flow.last] - bounds[flow.first], *leaf.shape[axis + 1 :])
+
+
+def _rows_of_slices(step: Step, link: LinkEnd, number: int) -> list[int] | None:
+    """Where the slices of an item begin and end in a leaf of what a sequence group sends."""
+    assert link.item_code is not None
+    return slice_rows(link.item_code, step.lengths[link.task], link.items[0], link.num_slices, number)
 
 
 def _shapes(meta: PytreeMeta) -> str:

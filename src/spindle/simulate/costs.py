@@ -4,7 +4,8 @@ Resources are shared by what runs at the same time: each device's port out and i
 each island's host, if the profile says that busy neighbours slow each other down. A transfer sends its bytes through
 every resource on its path; a collective is a ring over its members. If the profile says that compute and collectives
 slow each other down, the device itself is a resource, too. Where a plan has several compute lanes, each device has two
-more: the pressure and the fill of what runs on it at the same time.
+more: the pressure and the fill of what runs on it at the same time. Lanes with quotas have SMs of their own, so that
+nothing is left of them but the pressure on memory.
 """
 
 from __future__ import annotations
@@ -209,6 +210,9 @@ def passes_s(program: Program, profile: Profile, *, launches: bool = False) -> n
     curves = [profile.curve(shape.op, setting) for shape in program.slots]
     if launches:
         curves = [curve.launches for curve in curves]
+    elif program.plan.quotas:
+        lanes = [slot.lane for slot in program.plan.slots]
+        curves = [curve.on_sms(program.plan.quotas[lane]) for curve, lane in zip(curves, lanes, strict=True)]
     time_s = np.zeros(len(program.instructions))
     for number, instruction in enumerate(program.instructions):
         match instruction:
@@ -253,7 +257,8 @@ def _time_compute(
 def _time_contention(
     program: Program, profile: Profile, topology: _Topology, instances: Instances, entries: _Entries
 ) -> None:
-    """Passes that run at the same time on lanes of one device slow each other down, by pressure and by fill."""
+    """Passes that run at the same time on lanes of one device slow each other down, by pressure and by fill; with
+    quotas, by their pressure on memory."""
     setting = setting_of(program.plan, profile)
     time_ns = passes_s(program, profile) * NS
     for rendezvous in _rendezvous_of(program, instances, Forward | Backward).tolist():
@@ -261,7 +266,16 @@ def _time_contention(
         instruction = program.instructions[number]
         assert isinstance(instruction, Forward | Backward)
         slot = program.plan.slots[instruction.slot]
-        contention = profile.curve(program.slots[instruction.slot].op, setting).contention_on(len(slot.devices))
+        curve = profile.curve(program.slots[instruction.slot].op, setting)
+        members = instances.members[instances.member_starts[rendezvous] : instances.member_starts[rendezvous + 1]]
+        ranks = instances.rank[members]
+        owners, work_ns = np.full(len(ranks), rendezvous), np.full(len(ranks), time_ns[number])
+        if program.plan.quotas:
+            assert curve.sm_times is not None
+            pressure = curve.sm_times.pressure[isinstance(instruction, Backward)]
+            entries.add(owners, topology.pressure(ranks), work_ns, np.full(len(ranks), round(pressure * WEIGHT_ONE)))
+            continue
+        contention = curve.contention_on(len(slot.devices))
         match instruction:
             case Forward():
                 pressure, fill = contention.forward
@@ -271,9 +285,6 @@ def _time_contention(
                 pressure, fill = contention.of_weights
             case Backward():
                 pressure, fill = contention.backward
-        members = instances.members[instances.member_starts[rendezvous] : instances.member_starts[rendezvous + 1]]
-        ranks = instances.rank[members]
-        owners, work_ns = np.full(len(ranks), rendezvous), np.full(len(ranks), time_ns[number])
         for resource, weight in ((topology.pressure, pressure), (topology.fill, fill)):
             entries.add(owners, resource(ranks), work_ns, np.full(len(ranks), round(weight * WEIGHT_ONE)))
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import dataclass
 
 import numpy as np
@@ -40,6 +41,11 @@ class Timeline:
     @property
     def makespan_s(self) -> float:
         return self.makespan_ns * 1e-9
+
+    def busy_s(self, rank: int, instructions: Collection[int]) -> float:
+        """The seconds that these instructions took on a rank, together."""
+        chosen = (self.rank == rank) & np.isin(self.instruction, list(instructions))
+        return 1e-9 * int((self.end - self.start)[chosen].sum())
 
     def memory_of(self, rank: int) -> tuple[Column, Column]:
         """Times at which the live bytes of a rank change, and the live bytes from then on."""

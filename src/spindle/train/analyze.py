@@ -82,7 +82,10 @@ def analyze(
                 handle.module.to(world.device)
         traced = trace_on_rank_0(recorded, examples, world, notify)
     if has_weights:
-        facts: Facts = world.broadcast_object(probe(traced, examples) if world.rank == 0 else None)
+        shares_items = world.size > 1 and config.planning.shares_items
+        facts: Facts = world.broadcast_object(
+            probe(traced, examples, shares_items=shares_items) if world.rank == 0 else None
+        )
     else:
         facts, unknown = probe_without_weights(traced, examples)
         for name, reason in unknown.items():
@@ -139,6 +142,7 @@ def without_tasks(workload: AnalyzedWorkload, ended: Collection[str], name: str)
         random_losses=facts.random_losses - frozenset(ended),
         items={key: code for key, code in facts.items.items() if key[0] not in ended},
         coupled_items={key: reason for key, reason in facts.coupled_items.items() if key[0] not in ended},
+        unshared_items={key: reason for key, reason in facts.unshared_items.items() if key[0] not in ended},
         reached=reached,
     )
     remaining = [traced for task, traced in bound.tasks.items() if task not in ended]
@@ -188,6 +192,11 @@ def _explain(bound: Bound, world: World, notify: Notify, *, is_planned: bool, is
             )
     for (task, call_name), reason in bound.facts.coupled_items.items():
         notify(f"items of {call_name} in task {task!r} run together: {reason}")
+    unshared: dict[tuple[str, str], list[str]] = {}  # calls, by task and reason
+    for (task, call_name), reason in bound.facts.unshared_items.items():
+        unshared.setdefault((task, reason), []).append(call_name)
+    for (task, reason), names in unshared.items():
+        notify(f"items of {' and '.join(names)} in task {task!r} run on one device each: {reason}")
     coupled: dict[tuple[str, str], list[str]] = {}  # tasks, by module and reason
     for (task, call_name), reason in bound.facts.coupled.items():
         handle = next(call for call in bound.tasks[task].recorded.calls if call.name == call_name).handle

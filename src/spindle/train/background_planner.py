@@ -58,6 +58,12 @@ class BackgroundPlanner:
             raise answer.error
         return answer.program, answer.is_final or self._process is None
 
+    def is_final(self, number: int) -> bool:
+        """Whether the search for a job is over."""
+        with self._news:
+            answer = self._answers.get(number)
+        return answer is not None and answer.is_final and answer.program is not None
+
     def keep(self, numbers: Collection[int]) -> None:
         """Drop the answers to all other jobs."""
         with self._news:

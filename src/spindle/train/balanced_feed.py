@@ -1,18 +1,18 @@
 """Batches of balanced data: planned from lengths, decoded when a rank knows what it needs of them.
 
 A batch is announced with its shapes and the lengths of its items; its values are decoded when it runs, only the entries
-and items that the rank's slots read. Which samples it has is compared between ranks with the header, by a digest.
+and items that the rank's slots read; by worker processes, where there are any, ahead of time. Which samples it has is
+compared between ranks with the header, by a digest.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection
 from dataclasses import replace
 from typing import Any
 
 import torch
 
-from spindle.data import Balanced, Microbatch, State
+from spindle.data import Balanced, DecodeWorkers, Microbatch, State, Wanted
 from spindle.errors import TrainingError
 from spindle.run import digest, signature_of
 from spindle.train.feed import Batch, Feed, LoaderPosition
@@ -42,6 +42,20 @@ class BalancedFeed(Feed):
         self._steps: dict[int, tuple[Microbatch, ...]] = {}
         self._forms: dict[str, tuple[tuple[int, ...], torch.dtype]] = {}  # of a row of each entry
         self._example: Batch | None = None
+        self._workers: DecodeWorkers | None = None
+        # Requests to workers, by number of batch: what was wanted, and the request's number.
+        self._asked: dict[int, dict[Wanted | None, int]] = {}
+
+    @property
+    def decodes_ahead(self) -> bool:
+        """Whether worker processes decode batches."""
+        return self._data.num_workers > 0
+
+    def close(self) -> None:
+        if self._workers is not None:
+            self._workers.close()
+        self._workers = None
+        self._asked.clear()
 
     def example(self) -> Batch:
         if self._example is None:
@@ -49,11 +63,54 @@ class BalancedFeed(Feed):
         return self._example
 
     def peek(self, number: int) -> Batch:
-        return self._announced(self._microbatch(number + self._given))
+        return self._announced(number + self._given)
 
     def at(self, number: int) -> Batch:
         self._given = number + 1
-        return self._announced(self._microbatch(number))
+        batch = self._announced(number)
+        if self.decodes_ahead:
+            # Tokens that only a batch itself tells are counted a step before its header is exchanged.
+            if self.definition.tokens is not None:
+                self._ask(number + self._num_microbatches, None)
+            step = number // self._num_microbatches
+            for old in [known for known in self._asked if known // self._num_microbatches < step - 1]:
+                for request in self._asked.pop(old).values():
+                    self._pool.drop(request)  # wanted under an earlier plan
+        return batch
+
+    def shapes_at(self, number: int) -> Batch:
+        """A batch that is to come, without its tokens."""
+        return self._announced(number, counts=False)
+
+    @property
+    def _pool(self) -> DecodeWorkers:
+        if self._workers is None:
+            data, definition = self._data, self.definition
+            self._workers = DecodeWorkers(
+                self._decoder, data.num_workers, data.multiprocessing_context, definition.name, definition.tokens
+            )
+        return self._workers
+
+    def _ask(self, number: int, wanted: Wanted | None) -> None:
+        """Have a batch decoded, or its tokens counted."""
+        asked = self._asked.setdefault(number, {})
+        if wanted not in asked:
+            asked[wanted] = self._pool.ask(
+                self._microbatch(number), wanted or self._token_fields(), counts=wanted is None
+            )
+
+    def _take(self, number: int, wanted: Wanted | None) -> Any:
+        self._ask(number, wanted)
+        request = self._asked[number].pop(wanted)
+        if not self._asked[number]:
+            del self._asked[number]
+        return self._pool.take(request)
+
+    def _token_fields(self) -> Wanted:
+        """All entries with a row for each token, and no items."""
+        entries = item_entries(self.definition)
+        rows = (0, self.definition.batch_size)
+        return Wanted(tuple((name, *rows) for name in self._forms if name not in entries), ())
 
     def note_trained(self, number: int) -> None:
         self._data.state = self._state_at(number)
@@ -96,9 +153,9 @@ class BalancedFeed(Feed):
     def _digest(self, microbatch: Microbatch) -> int:
         return digest(repr(microbatch.sequences)) if self._compared else 0
 
-    def _announced(self, microbatch: Microbatch) -> Batch:
+    def _announced(self, number: int, *, counts: bool = True) -> Batch:
         """A batch of which only the shapes are known so far."""
-        entries = item_entries(self.definition)
+        entries, microbatch = item_entries(self.definition), self._microbatch(number)
         has_items = bool(microbatch.item_lengths and entries)
         if not self._forms or (has_items and not entries.keys() <= self._forms.keys()):
             self._whole(microbatch)  # for the shapes of its entries
@@ -114,13 +171,11 @@ class BalancedFeed(Feed):
             nest[name] = torch.empty(shape, dtype=dtype, device="meta")
         lengths = {self._length_entry: microbatch.item_lengths} if has_items and self._length_entry else {}
         tokens = microbatch.num_tokens
-        if self.definition.tokens is not None:
-            fields = [name for name in self._forms if name not in entries]
-            tokens = int(self.definition.tokens(self._decoder.decode(microbatch, fields, ())))
-
-        def load(fields: Collection[str] | None, items: Collection[int] | None) -> Any:
-            return self._decoder.decode(microbatch, fields, items)
-
+        if self.definition.tokens is not None and counts:
+            if self.decodes_ahead:
+                tokens = self._take(number, None)
+            else:
+                tokens = int(self.definition.tokens(self._decoder.decode(microbatch, self._token_fields())))
         return Batch(
             nest=nest,
             num_rows=self.definition.batch_size,
@@ -129,5 +184,22 @@ class BalancedFeed(Feed):
             tokens=tokens,
             lengths=lengths,
             item_entries=frozenset(entries),
-            load=load,
+            load=_BalancedLoad(self, number),
         )
+
+
+class _BalancedLoad:
+    """Decodes a batch of a feed, ahead of time where it has worker processes."""
+
+    def __init__(self, feed: BalancedFeed, number: int) -> None:
+        self._feed, self._number = feed, number
+
+    def start(self, wanted: Wanted) -> None:
+        if self._feed.decodes_ahead:
+            self._feed._ask(self._number, wanted)
+
+    def take(self, wanted: Wanted) -> Any:
+        feed = self._feed
+        if feed.decodes_ahead:
+            return feed._take(self._number, wanted)
+        return feed._decoder.decode(feed._microbatch(self._number), wanted)

@@ -88,6 +88,27 @@ class BatchSource:
         batch = self._fetch(task, self.num_asked[task] + micro_step)
         return replace(batch, variant=variants.key_of(task, batch, runtime.weights.in_shape))
 
+    def upcoming(self) -> StepBatches | None:
+        """On rank 0, the batches behind those that were read last by micro-step and task variant, without values; none
+        where a variant is new. None where a task has no balanced data, or none are decoded ahead."""
+        names = self._session.config.task_names
+        feeds = {name: feed for name, feed in self.feeds.items() if isinstance(feed, BalancedFeed)}
+        if len(feeds) < len(names) or self._session.config.sampling_weights is not None:
+            return None
+        if not any(feed.decodes_ahead for feed in feeds.values()):
+            return None
+        variants, runtime = self._session.variants, self._session.current_runtime
+        rows: StepBatches = []
+        for micro_step in range(self._session.config.gradient_accumulation_steps) if self._world.rank == 0 else ():
+            rows.append({})
+            for name in names:
+                batch = feeds[name].shapes_at(self.num_asked[name] + micro_step)
+                variant = variants.get(name, variants.key_of(name, batch, runtime.weights.in_shape))
+                if variant is None:
+                    return []
+                rows[-1][variant.name] = batch
+        return rows
+
     def end_reading(self) -> None:
         """The step that is about to run is the last one, for which everything is read."""
         self._num_read_ahead = {}

@@ -31,6 +31,7 @@ from spindle.models.composite import LooseParameters
 from spindle.models.statements import failure_reason
 from spindle.train.task import Mean, ModuleHandle, TaskResult, called_module, called_part
 from spindle.train.task_errors import copy_line
+from spindle.train.tracer import without_gradient
 
 if TYPE_CHECKING:
     from spindle.train.record import RecordedTask
@@ -202,7 +203,7 @@ def _fake(mode: FakeTensorMode, leaf: Any, rows: int, more: int) -> Any:
 
 def _texts(opened: OpenedComposite) -> list[str]:
     """Text that must be equal for every number of samples."""
-    texts = [f"{call.path} {call.glue.run.__qualname__} {call.glue.inputs}" for call in opened.calls]
+    texts = [f"{call.path} {call.glue.run.__qualname__} {call.glue.inputs} {call.is_detached}" for call in opened.calls]
     return [*texts, opened.output(opened.index).run.__qualname__]
 
 
@@ -214,7 +215,7 @@ def _replace(graph: fx.Graph, node: fx.Node, opened: OpenedComposite, handle: Mo
             arguments = graph.call_function(call.glue.run, tuple(variables[name] for name in call.glue.inputs))
             called = graph.call_function(called_part, (_part(handle, call), arguments))  # type: ignore[arg-type]
             copy_line(node, called)
-            variables[call.name] = called
+            variables[call.name] = graph.call_function(without_gradient, (called,)) if call.is_detached else called
             for variable, entry in (call.entries or {}).items():
                 variables[variable] = graph.call_function(operator.getitem, (called, entry))
         _replace_uses(graph, node, opened, opened.index, variables)

@@ -38,40 +38,65 @@ class Planning:
     the planner chooses otherwise. With `shard_optimizer`, the ranks that hold a parameter each keep the optimizer state
     of a part of it (ZeRO-1): the Trainer's `optimizer` function is then called with these parts, which have as many
     dimensions as the parameter. None lets the planner shard where that is simulated to be faster, or memory is
-    short. An optimizer that does not update each element by itself is not sharded.
+    short; in pipelines, where encoders stand whole on several ranks. An optimizer that does not update each element by
+    itself is not sharded.
 
     With `planner="pipeline"`, layers are spread over `pipeline_parallel_degree` ranks (all of them by default; further
     ranks are replicas), and the `gradient_accumulation_steps` batches of a step are the microbatches of one pipeline.
     Their contents may differ from step to step: a background process searches for the order of a step's passes while
     the previous step runs. With `planner="colocate"`, modules whose calls read items alone (`@spindle.task(items=...)`)
-    stand whole on the ranks of the pipeline, and each item is encoded where there is time.
+    stand whole on the ranks of the pipeline, and each item is encoded where there is time. Several ranks share a long
+    item where that makes the step shorter and its module allows it; `sequence_parallel_degrees` says how many at most,
+    by module (`{"vision": 1}`: none do).
 
     Each rank may hold `memory_limit_bytes` of tensors: plans respect the limit, and a step that exceeds it raises an
     error. Without a GPU, tensors are counted operation by operation, which is slow.
 
     Up to `lanes` modules share a GPU at the same time, on streams of their own, where that is simulated to be faster:
-    small modules do not fill a GPU. That is for one process with one GPU; there is one lane on CPUs, with several
-    ranks, and in pipelines.
+    small modules do not fill a GPU. There is one lane on CPUs, on virtual devices, and in pipelines. With `quotas`, on
+    one process, layers are also measured on some of the SMs, and each lane gets SMs of its own where that is simulated
+    to be faster.
     """
 
     planner: str | MakePlan = DEFAULT_PLANNER
     plan: Plan | Path | str | None = None
     profile: Profile | Path | str | MakeProfile | None = None
     tensor_parallel_degrees: Mapping[str, int] = field(default_factory=dict)
+    sequence_parallel_degrees: Mapping[str, int] = field(default_factory=dict)
     pipeline_parallel_degree: int | None = None
     shard_optimizer: bool | None = None
     memory_limit_bytes: int | None = None
     lanes: int = 4
+    quotas: bool = False
 
     def __post_init__(self) -> None:
-        if not 1 <= self.lanes <= MAX_LANES:
-            raise TrainingError(f"spindle.Planning(lanes={self.lanes}): a device has 1 to {MAX_LANES} lanes")
+        if type(self.lanes) is not int or not 1 <= self.lanes <= MAX_LANES:
+            raise TrainingError(
+                f"spindle.Planning(lanes={self.lanes!r}): expected a number from 1 (modules take turns on a device) to "
+                f"{MAX_LANES} (so many may share it)"
+            )
+        if not isinstance(self.quotas, bool):
+            raise TrainingError(
+                f"spindle.Planning(quotas={self.quotas!r}): expected True or False, whether lanes may have SMs of "
+                "their own; how many is part of a plan (# quotas 64 64 in its text)"
+            )
         # A copy that the caller cannot change.
         object.__setattr__(self, "tensor_parallel_degrees", dict(self.tensor_parallel_degrees))
+        object.__setattr__(self, "sequence_parallel_degrees", dict(self.sequence_parallel_degrees))
         if isinstance(self.planner, str) and self.planner not in PLANNERS:  # before minutes of profiling
             raise TrainingError(
                 f"spindle.Planning(planner={self.planner!r}): no planner has that name; there are {', '.join(PLANNERS)}"
             )
+        for name, degree in self.sequence_parallel_degrees.items():
+            if not isinstance(degree, int) or degree < 1:
+                raise TrainingError(
+                    f"spindle.Planning(sequence_parallel_degrees={{{name!r}: {degree!r}}}): must be at least 1"
+                )
+            if degree > 1 and not (isinstance(self.planner, str) and PLANNERS[self.planner].shares_items):
+                names = " or ".join(f'"{name}"' for name, planner in PLANNERS.items() if planner.shares_items)
+                raise TrainingError(
+                    f"spindle.Planning(sequence_parallel_degrees={{{name!r}: {degree}}}): requires planner={names}"
+                )
         if self.planner not in PIPELINED:
             if self.pipeline_parallel_degree is not None:
                 raise TrainingError(
@@ -79,11 +104,6 @@ class Planning:
                     f'planner="{PIPELINE}"'
                 )
             return
-        if self.shard_optimizer:
-            raise TrainingError(
-                f'spindle.Planning(planner="{self.planner}", shard_optimizer=True): each step of a pipeline has a '
-                "program of its own, and a sharded optimizer needs the same one in every step; leave one of them out"
-            )
         if any(degree > 1 for degree in self.tensor_parallel_degrees.values()):
             raise TrainingError(
                 f'spindle.Planning(planner="{self.planner}", tensor_parallel_degrees=...): stages of a pipeline run on '
@@ -94,6 +114,11 @@ class Planning:
     def takes_parts(self) -> bool:
         """Whether item calls may run in parts."""
         return self.is_pipelined and self.planner != PIPELINE
+
+    @property
+    def shares_items(self) -> bool:
+        """Whether several ranks may share an item."""
+        return self.takes_parts and isinstance(self.planner, str) and PLANNERS[self.planner].shares_items
 
     @property
     def is_pipelined(self) -> bool:
@@ -109,8 +134,9 @@ class Checkpoints:
     `Trainer.save`), at the end of a fit, and on SIGTERM and SIGUSR1, after which the job ends. The newest `keep` stay
     (None: all).
 
-    Under `spindle launch --restarts`, the state is also saved after every `memory_every` steps in memory that outlives
-    ranks, not their host: the loss of a rank then costs at most that many steps.
+    Under `spindle launch --restarts`, and on one node of a fleet on Ray, the state is also saved after every
+    `memory_every` steps in memory that outlives ranks, not their host: the loss of a rank then costs at most that many
+    steps, if the job is started again there.
     """
 
     folder: Path | str

@@ -16,7 +16,7 @@ from torch import nn
 from torch.utils._pytree import tree_leaves
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
-from spindle.data import Balanced
+from spindle.data import Balanced, RandomState, random_state, restored_random_state, set_random_state
 from spindle.errors import TrainingError
 from spindle.launch import recorder
 from spindle.run import World, metric_sums, on_device, plain, send_tensors
@@ -24,14 +24,7 @@ from spindle.train.agreement import compare_attributes
 from spindle.train.analyze import autocast_of
 from spindle.train.config import TrainConfig
 from spindle.train.ema import averaged_weights
-from spindle.train.feed import (
-    RandomState,
-    form_of_batch,
-    is_empty,
-    random_state,
-    restored_random_state,
-    set_random_state,
-)
+from spindle.train.feed import form_of_batch, is_empty
 from spindle.train.record import handles_of, named_parameters, record, record_all, root_handles
 from spindle.train.samples import by_number
 from spindle.train.session import TrainSession

@@ -11,16 +11,17 @@ from __future__ import annotations
 import copy
 import random
 from collections import deque
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field, fields, replace
-from typing import Any, TypeGuard
+from typing import Any, Protocol, TypeGuard
 
 import numpy as np
 import torch
 from torch.utils._pytree import keystr, tree_flatten, tree_flatten_with_path, tree_leaves
 from torch.utils.data import DataLoader, IterableDataset
 
+from spindle.data import WHOLE, RandomState, Wanted, is_same, random_state, restored_random_state, set_random_state
 from spindle.errors import TrainingError
 from spindle.run import Axes, Lengths, fingerprint_of, plain, signature_of
 from spindle.train.items import lengths_in, with_lengths
@@ -29,6 +30,16 @@ from spindle.train.task import TaskDefinition
 from spindle.train.trace import batch_axes, describe_batch
 
 Held = tuple[tuple[int, int], ...]
+
+
+class Load(Protocol):
+    """Decodes a batch."""
+
+    def start(self, wanted: Wanted) -> None:
+        """Start to decode what will be taken, where that can be done ahead."""
+
+    def take(self, wanted: Wanted) -> Any:
+        """What is wanted of the batch."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -48,53 +59,30 @@ class Batch:
     held: Held | None = None
     lengths: Lengths = field(default_factory=dict)  # of items
     item_entries: frozenset[str] = frozenset()
-    # Of a batch of which only the shapes are here: decodes entries and items of it, or all without them.
-    load: Callable[[Collection[str] | None, Collection[int] | None], Any] | None = None
+    load: Load | None = None  # of a batch of which only the shapes are here
 
-    def loaded(self, fields: Collection[str] | None = None, items: Collection[int] | None = None) -> Batch:
-        """The batch with values: of these entries and items, or of all of them."""
-        return self if self.load is None else replace(self, nest=self.load(fields, items), load=None)
+    def loaded(self, wanted: Wanted = WHOLE) -> Batch:
+        """The batch with values: what is wanted of it, or all of it."""
+        if self.load is None:
+            return self
+        nest = self.load.take(wanted)
+        rows = {name: (first, last) for name, first, last in wanted.fields or ()}
+        if all(bounds == (0, self.num_rows) for bounds in rows.values()):
+            return replace(self, nest=nest, load=None)
+        # Only some rows: the structure is that of the whole batch, with None for what is missing.
+        rows |= {name: (0, self.num_rows) for name in nest if name in self.item_entries}
+        held = tuple(rows.get(name, (0, 0)) for name in self.nest)
+        return replace(self, nest={name: nest.get(name) for name in self.nest}, held=held, load=None)
 
 
-RandomState = tuple[Any, Any, Any]
 _MOST_EMPTY = 1000  # batches one after another
 _MOST_POSITIONS = 4096  # of batches, remembered
 _MANY_SKIPPED = 100  # batches, which may take time to read
 
 
-def random_state() -> RandomState:
-    """The random states that loaders draw from: torch's, Python's and numpy's."""
-    return torch.get_rng_state(), random.getstate(), np.random.get_state()
-
-
 def draw() -> None:
     """Advance all of them, so that the next user starts from a different state."""
     torch.rand(1), random.random(), np.random.random()
-
-
-def is_same(state: RandomState, reference: RandomState) -> bool:
-    return (
-        torch.equal(state[0], reference[0])
-        and state[1] == reference[1]
-        and np.array_equal(state[2][1], reference[2][1])
-        and state[2][2:] == reference[2][2:]
-    )
-
-
-def set_random_state(state: RandomState) -> None:
-    torch.set_rng_state(state[0])
-    random.setstate(state[1])
-    np.random.set_state(state[2])
-
-
-@contextmanager
-def restored_random_state() -> Iterator[None]:
-    """Restore the random state afterwards."""
-    state = random_state()
-    try:
-        yield
-    finally:
-        set_random_state(state)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

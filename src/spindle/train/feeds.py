@@ -7,12 +7,12 @@ from typing import Any
 
 from torch.utils.data import DistributedSampler
 
-from spindle.data import Balanced
+from spindle.data import Balanced, RandomState, random_state
 from spindle.errors import CheckpointError, TrainingError
 from spindle.run import World
 from spindle.train.agreement import compare
 from spindle.train.balanced_feed import BalancedFeed
-from spindle.train.feed import Feed, LoaderPosition, RandomState, draw, random_state
+from spindle.train.feed import Feed, LoaderPosition, draw
 from spindle.train.samples import StreamedSamples, by_number, is_streaming, sample_feed
 from spindle.train.session import TrainSession
 from spindle.train.task import TaskDefinition
@@ -28,7 +28,13 @@ def make_feeds(session: TrainSession, loaders: Mapping[str, Any], *, drop_last: 
         raise TrainingError(f"fit needs one loader for each task: {'; '.join(problems)}")
     for name, loader in loaders.items():
         _refuse_distributed_sampler(name, loader)
-    compare(session.world, {f"the length of the loader of task {name!r}": _length_of(loaders[name]) for name in names})
+    items: dict[str, Any] = {f"the length of the loader of task {name!r}": _length_of(loaders[name]) for name in names}
+    items |= {
+        f"whether the balanced data of task {name!r} have num_workers": loaders[name].num_workers > 0
+        for name in names
+        if isinstance(loaders[name], Balanced)
+    }
+    compare(session.world, items)
     is_resumed = set(names) <= session.loader_positions.keys()  # during a fit: nothing is drawn
     state = None if is_resumed else shared_random_state(session.world)
     return {

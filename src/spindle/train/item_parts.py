@@ -7,12 +7,13 @@ group's ops with some of the items. Ranks that know the lengths of items compute
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
+from itertools import pairwise
 from typing import Any
 
 from spindle.graph import MetaGraph, MetaOp
-from spindle.profile import Curve, ItemTimes, Profile
-from spindle.run import ItemCode, LayersCode, Lengths, OpCode
+from spindle.profile import Curve, ItemTimes, Profile, all_to_all_s
+from spindle.run import ItemCode, LayersCode, Lengths, OpCode, SequenceCode
 from spindle.workload import LayerCost, items_in_parts
 
 WHOLE_CALLS = 1 << 60  # as the size of parts: all items of a call are one
@@ -29,10 +30,12 @@ class BatchItems:
 @dataclass(frozen=True, slots=True)
 class PartSettings:
     """How item calls become parts: of about so many rows each, or not at all. `measured` has, by variant, the batch on
-    which times were measured."""
+    which times were measured, and `sequence_degrees`, by module, how many devices may share an item, where that is
+    limited."""
 
     part_tokens: int | None
     measured: Mapping[str, BatchItems]
+    sequence_degrees: Mapping[str, int] = field(default_factory=dict)
 
     @property
     def has_parts(self) -> bool:
@@ -107,6 +110,37 @@ def part_curve(curve: Curve, times: ItemTimes | None, lengths: Sequence[int], wh
         return curve.scaled(sum(lengths) / max(1, whole))
     forward_s, backward_s = times.of_part(lengths, (curve.forward_s[0], curve.backward_s[0]))
     return replace(curve, forward_s=(forward_s,), backward_s=(backward_s,))
+
+
+def shared_curve(
+    curve: Curve,
+    times: ItemTimes | None,
+    length: int,
+    sequence: SequenceCode,
+    layer: int,
+    profile: Profile,
+    most_devices: int | None,
+) -> Curve:
+    """The times of a part of one item, also on the sequence groups that may share it. `curve` has those on one device,
+    and `layer` is the number of its layer in the call."""
+    most = max(island.num_devices for island in profile.cluster.islands)
+    most = most if most_devices is None else min(most, most_devices)
+    degrees = [degree for degree in sequence.degrees if degree <= most and sequence.allows(length, degree)]
+    forward_s, backward_s = [curve.forward_s[0]], [curve.backward_s[0]]
+    for degree in degrees:
+        bounds = sequence.bounds(length, degree)
+        longest = max(last - first for first, last in pairwise(bounds))
+        alone_s = (0.0, 0.0) if times is None else times.at(longest)
+        exchange_s, share = 0.0, longest / length
+        if layer < sequence.whole_layers:
+            share = 1.0
+        elif sequence.exchanged_bytes[layer]:
+            # Queries, keys and values in one all-to-all, the output in another; in backward their gradients.
+            exchange_s = all_to_all_s(sequence.exchanged_bytes[layer] * longest, degree, profile.exchange_link, count=2)
+        for pass_s, alone, launch_s in zip((forward_s, backward_s), alone_s, curve.launch_s, strict=True):
+            # Shorter slices attend to as many tokens; and no slice takes less time than a whole item of its length.
+            pass_s.append(max(share * pass_s[0], min(alone, pass_s[0]), launch_s) + exchange_s)
+    return replace(curve, num_devices=(1, *degrees), forward_s=tuple(forward_s), backward_s=tuple(backward_s))
 
 
 def scaled_cost(cost: LayerCost, scale: float) -> LayerCost:

@@ -96,7 +96,7 @@ def _try_group(
             if axis is None:
                 return {}, "its output has no rows for each item"
             counts = {of_item[item]: output.shape[axis] for item, output in singles.items()}
-            item_rows = _row_rule(axis, entry, counts)
+            item_rows = row_rule(axis, entry, counts)
             if item_rows is None:
                 return {}, "the rows of an item's output do not follow from its length"
             found.append(item_rows)
@@ -170,7 +170,7 @@ def _item_axis(one: torch.Tensor, other: torch.Tensor, both: torch.Tensor) -> in
     return grown[0] if is_alike else None
 
 
-def _row_rule(axis: int, entry: str | None, counts: Mapping[int, int]) -> ItemRows | None:
+def row_rule(axis: int, entry: str | None, counts: Mapping[int, int]) -> ItemRows | None:
     """The rule that gives these rows for these lengths. Where all lengths are equal, a ratio if it is a simple one."""
     rows = set(counts.values())
     (_, count), *others = counts.items()

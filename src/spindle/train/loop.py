@@ -14,6 +14,8 @@ from typing import Any
 
 import torch
 
+from spindle.data import WHOLE
+from spindle.display import seconds
 from spindle.launch import LOADING, recorder
 from spindle.run import Gathering, HostCopy, copied_to
 from spindle.train.agreement import compare, config_items, module_items
@@ -22,14 +24,13 @@ from spindle.train.config import TrainConfig
 from spindle.train.feed import Batch, Feed, LoaderPosition
 from spindle.train.garbage import frozen_objects
 from spindle.train.header import Table, check_changes, header_row, idle_in, is_stopped, read_batch_headers, saves_in
-from spindle.train.items import EVERYTHING, fields_of
 from spindle.train.memory import FitMemory
 from spindle.train.reporting import LOSSES_BEHIND, StepReports
 from spindle.train.result import FitResult
 from spindle.train.run_folder import profiled_step
 from spindle.train.save_points import SavePoints
 from spindle.train.session import NEW_VARIANT, TrainSession
-from spindle.train.steps import StepRun, microbatches_of
+from spindle.train.steps import StepRun, microbatches_of, wanted_of
 from spindle.train.timing import StepTimes
 
 _SEARCH_SHARE = 0.5  # share of a step's time in which the next one is planned
@@ -81,8 +82,8 @@ class Loop:
         """Train for `steps` steps, or until a rank wants to stop."""
         compare(self._world, {"fit(steps=...)": f"{steps} steps from step {self._first} on"})
         self._session.scatter_parameters()
-        self._start_plan()
         self._memory.start()
+        self._start_plan()
         self._times.start(steps)
         with frozen_objects(), self._save_points.noticing_signals():
             self._run_steps(steps)
@@ -133,6 +134,8 @@ class Loop:
                 if self._session.current_runtime.steps.plans_ahead:
                     # Waits for the header at once, so that the next step is planned while this one runs.
                     self._plan_ahead(self._headers(self._table(gathering, step), step + 1), batches)
+                else:
+                    self._decode_ahead(batches)
             else:  # of no batches: a rank that has just requested a change waits for the others' headers
                 gathering = self._start_header(self._no_batches)
                 self._source.end_reading()
@@ -163,8 +166,6 @@ class Loop:
         """Gather parameters, and apply changes that were requested with the last losses."""
         session, runtime, reports = self._session, self._session.current_runtime, self._reports
         planned, main = runtime.planned, runtime.steps.main
-        for name, reason in main.without_graph.items():
-            session.notify(f"{name} runs without a CUDA graph: {reason}")
         for name, reason in main.without_weight_lane.items():
             session.notify(
                 f"{name} computes its weight gradients on its own lane, not beside its input gradients, which takes a "
@@ -181,7 +182,16 @@ class Loop:
         result = self._times.result(
             planned.program, planned.profile, reports.losses, reports.metrics, session.notices, peak_bytes
         )
-        return replace(result, num_captured_slots=main.num_captured, slots_without_cuda_graph=dict(main.without_graph))
+        for name, reason in main.without_graph.items():
+            what = f"{name} runs without a CUDA graph: {reason}"
+            if not any(notice.startswith(what) for notice in session.notices):
+                session.notify(what + _cost_text(result, main.instructions_of(name)))
+        return replace(
+            result,
+            num_captured_slots=main.num_captured,
+            slots_without_cuda_graph=dict(main.without_graph),
+            notices=tuple(session.notices),
+        )
 
     # Headers.
 
@@ -292,7 +302,21 @@ class Loop:
             len(headers),
             batches,
             None if last_s is None else _SEARCH_SHARE * last_s,
+            upcoming=self._source.upcoming(),
         )
+        self._decode_ahead(batches)
+
+    def _decode_ahead(self, batches: StepBatches) -> None:
+        """Have worker processes decode what this rank needs of the next step, as far as that is known."""
+        steps, variants = self._session.current_runtime.steps, self._session.variants
+        for micro_step, row in enumerate(batches):
+            for task, batch in row.items():
+                variant = variants.get(task, batch.variant) if batch.load is not None else None
+                if variant is None or (not steps.plans_ahead and variant.name not in self._session.checked):
+                    continue
+                wanted = steps.wanted(variant.name, micro_step, batch)
+                if wanted is not None and batch.load is not None:
+                    batch.load.start(wanted)
 
     def _reads_memory(self, step: int) -> bool:
         """Whether what this rank holds is read in the step that is about to run, for the run's folder. Compiled layers
@@ -317,7 +341,9 @@ class Loop:
                 for name, microbatch in run.microbatches.items()
                 if microbatch.task in batches[microbatch.micro_step]
             }
-            read, held_items = _with_values(run, read)
+            checks_losses = run.checks_losses and not checked.issuperset(variants)
+            with recorder.doing(LOADING):
+                read, held_items = _with_values(run, read, whole=checks_losses)
             is_timed = number == 0 and run.is_as_planned and self._times.is_timed(step)
             if is_timed:
                 world.synchronize()  # a timeline needs a common start, as the simulator has
@@ -334,7 +360,7 @@ class Loop:
                     lengths=run.lengths,
                     held_items=held_items,
                     loss_scale=None if update.loss_scale is None else update.loss_scale.scale,
-                    check_losses=run.checks_losses and not checked.issuperset(variants),
+                    check_losses=checks_losses,
                     timed=is_timed,
                     read_bytes=read_bytes,
                 )
@@ -350,19 +376,32 @@ class Loop:
         return runs
 
 
-def _with_values(run: StepRun, batches: Mapping[str, Batch]) -> tuple[dict[str, Batch], dict[str, tuple[int, ...]]]:
+def _with_values(
+    run: StepRun, batches: Mapping[str, Batch], *, whole: bool
+) -> tuple[dict[str, Batch], dict[str, tuple[int, ...]]]:
     """The batches of a run with values, and which of their items are here, where not all are: of balanced data, only
-    what this rank's slots read is decoded."""
-    loaded: dict[str, Batch] = {}
-    held: dict[str, tuple[int, ...]] = {}
-    for name, batch in batches.items():
-        fields = frozenset().union(*(fields_of(code) for task, code, _, _ in run.executor.uses if task == name))
-        if batch.load is None or run.checks_losses or EVERYTHING in fields:
-            loaded[name] = batch.loaded()
-            continue
-        reads_all_items = not batch.item_entries.isdisjoint(fields)
-        items = None if reads_all_items else run.executor.items_used.get(name, ())
-        loaded[name] = batch.loaded(fields, items)
-        if items is not None:
-            held[name] = items
-    return loaded, held
+    what this rank's slots read is decoded, unless they are wanted whole."""
+    executor = run.executor
+    wanted = {
+        name: WHOLE if whole else wanted_of(executor.uses, executor.items_used, name, batch)
+        for name, batch in batches.items()
+        if batch.load is not None
+    }
+    for name, what in wanted.items():  # all of them, before any is waited for
+        load = batches[name].load
+        assert load is not None
+        load.start(what)
+    loaded = {name: batch.loaded(wanted.get(name, WHOLE)) for name, batch in batches.items()}
+    return loaded, {name: what.items for name, what in wanted.items() if what.items is not None}
+
+
+def _cost_text(result: FitResult, positions: frozenset[int]) -> str:
+    """How long instructions took on this rank in the measured step, beside what was predicted; nothing where that is
+    not known."""
+    if result.measured is None or not positions:
+        return ""
+    measured_s, predicted_s = (
+        timeline.busy_s(result.rank, positions) for timeline in (result.measured, result.predicted)
+    )
+    step_s = result.measured.makespan_s
+    return f"; it takes {seconds(measured_s)} of a step of {seconds(step_s)}, predicted {seconds(predicted_s)}"

@@ -32,7 +32,9 @@ class FitMemory:
             torch.cuda.reset_peak_memory_stats(self._device)
 
     def start_plan(self, runtime: RankRuntime, update: Update) -> None:
-        """Count weights, gradients and optimizer state against the memory limit."""
+        """Count weights, gradients and optimizer state against the memory limit, and what graphs of an earlier fit
+        hold."""
+        self._peak_bytes = max(self._peak_bytes, runtime.steps.main.graph_cache.peak_bytes)
         if self._budget is not None:
             self._budget.adopt(_resident_tensors(runtime, update))
 

@@ -45,6 +45,7 @@ from spindle.train.item_parts import (
     part_op,
     parts_of_group,
     scaled_cost,
+    shared_curve,
     times_of,
 )
 
@@ -140,7 +141,13 @@ def step_graph(
                     for number, items in enumerate(part_of[position]):
                         name = f"{task}/{op.call}.{number}{layers}"
                         metaops.append(part_op(op, number, items, name, task, micro_step, lengths, whole))
-                        curves.append((part_curve(curve, times, [lengths[item] for item in items], whole),))
+                        part = part_curve(curve, times, [lengths[item] for item in items], whole)
+                        sequence = known.sequence if known is not None and len(items) == 1 else None
+                        if sequence is not None and parts is not None:
+                            most = parts.sequence_degrees.get(op.module or "")
+                            length = lengths[items[0]]
+                            part = shared_curve(part, times, length, sequence, op.first_layer, profile, most)
+                        curves.append((part,))
                         codes.append(code[position])
                     continue
                 scale = scales[variant, signature].get(position, 1.0)
@@ -262,12 +269,14 @@ class Microbatches:
             if self._has_parts:
                 count = alike.count if alike is not None and alike.cuts == cuts else 0
                 self._alike[rows_key] = _Alike(count + 1, cuts, rows)
-        measured, sizes = self._measured[variant], self._sizes(variant, cuts)
-        self._scales[variant, signature] = {
-            op: size / measured[op] for op, size in sizes.items() if measured.get(op) and size
-        }
+        self._scales[variant, signature] = self._scales_of(variant, cuts)
         self._cuts[variant, signature] = cuts
         return cuts if is_inferred else None
+
+    def _scales_of(self, variant: str, cuts: Cuts) -> dict[int, float]:
+        """How much longer than measured ops take, by the elements that cross cuts."""
+        measured, sizes = self._measured[variant], self._sizes(variant, cuts)
+        return {op: size / measured[op] for op, size in sizes.items() if measured.get(op) and size}
 
     def _rows_signature(self, variant: str, batch: BatchItems) -> int:
         """A signature of the entries of a batch that have no rows of items."""
@@ -382,6 +391,39 @@ class Microbatches:
         self._numbers[key] = self._count
         self._count += 1
 
+    def ask_early(
+        self,
+        key: Key,
+        batches: Mapping[tuple[str, int], BatchItems],
+        reached: Mapping[str, frozenset[int]] | None,
+        counts: Mapping[str, int],
+        time_limit_s: float | None = None,
+    ) -> None:
+        """On rank 0: have a step planned whose headers are not exchanged yet. The shapes of its batches are not
+        inferred, which all ranks do in the same order: it is planned only if the last batches with other items had the
+        same shapes, whose times then stand for its own."""
+        scales = {}
+        for (variant, signature), batch in batches.items():
+            known = self._scales.get((variant, signature))
+            alike = self._alike.get((variant, self._rows_signature(variant, batch)))
+            if known is None and alike is None:
+                return
+            scales[variant, signature] = (
+                self._scales_of(variant, alike.cuts) if known is None and alike else known or {}
+            )
+        step = step_graph(key, self.profile, self._code, scales, reached, counts, batches, self._parts)
+        self.ask(key, step.profile, time_limit_s)
+
+    def ready(self, key: Key) -> Program | None:
+        """On rank 0: the program of a step, if its search is over."""
+        number = self._numbers.get(key)
+        if number is not None and self._planner is not None and self._planner.is_final(number):
+            self._kept[key] = self._planner.best(number)
+            del self._numbers[key]
+            self._forget_old()
+        known = self._kept.get(key)
+        return known[0] if known is not None and known[1] else None
+
     def program(self, key: Key, profile: Profile) -> Program:
         """On rank 0: the best program so far for a step; a search that is still running may be done when such batches
         come again."""
@@ -392,13 +434,17 @@ class Microbatches:
             self._kept[key] = self._planner.best(number)
             if self._kept[key][1]:
                 del self._numbers[key]
+        self._forget_old()
+        return self._kept[key][0]
+
+    def _forget_old(self) -> None:
+        """Keep the last programs, and the answers of the planning process that are still wanted."""
         while len(self._kept) > _MOST_KEPT:
             oldest = next(iter(self._kept))
             del self._kept[oldest]
             self._numbers.pop(oldest, None)
         if self._planner is not None:
             self._planner.keep(self._numbers.values())
-        return self._kept[key][0]
 
     def close(self) -> None:
         if self._planner is not None:

@@ -15,6 +15,7 @@ from typing import Any
 
 from torch.utils._pytree import tree_leaves
 
+from spindle.display import listed
 from spindle.errors import PlanError, ProfileError, SpindleError, TrainingError
 from spindle.graph import MetaGraph
 from spindle.launch import variables
@@ -23,7 +24,7 @@ from spindle.plan import Plan, check, parse_plan, read_plan
 from spindle.planners import SPREAD, Layout, PlanOptions, choose_colocation, make_plan, owning_ranks_in, pipeline_layout
 from spindle.profile import Contention, Profile, read_profile
 from spindle.program import Program, lower, verify
-from spindle.run import World
+from spindle.run import World, partitions
 from spindle.train.agreement import compare
 from spindle.train.analyze import AnalyzedWorkload
 from spindle.train.config import COLOCATE, DEFAULT_PLANNER, PIPELINE, Planning, TrainConfig
@@ -114,16 +115,19 @@ def plan_workload(
         profile = _with_degrees(profile, workload, degrees)
     layout: Layout | None = None
     parts: PartSettings | None = None
+    _check_sequence_degrees(workload, planning.sequence_parallel_degrees)
     if planning.is_pipelined:
         profile = on_one_device(profile)  # stages have one device each
         with progress.bar("planning"):
-            layout, parts, plan = _pipeline_plan(workload, profile, config, world, examples, sample_step)
+            layout, parts, plan = _pipeline_plan(workload, profile, config, world, notify, examples, sample_step)
     else:
         with progress.bar("planning") as report_share:
             plan = _shared_plan(workload, profile, config, world, report_share, notify)
         if plan.num_lanes > 1:
             profile = _with_lanes(plan, profile, world, notify)
         check(plan, profile)
+        if plan.quotas:
+            _grant_quotas(plan, profile, world, notify)
     owning_ranks = None if layout is None else owning_ranks_in(workload.graph, layout)
     program = lower(plan, profile, owning_ranks=owning_ranks)
     compare(world, {"the workload": workload.bound.workload, "the profile": profile, **_program_items(program)})
@@ -165,31 +169,75 @@ def _pipeline_plan(
     profile: Profile,
     config: TrainConfig,
     world: World,
+    notify: Callable[[str], None],
     examples: Mapping[str, Any],
     sample_step: Sequence[Mapping[str, Batch]],
 ) -> tuple[Layout, PartSettings, Plan]:
     """Rank 0's placement of chunks, on all ranks, with a plan of one microbatch of each task variant; and how item
-    calls become parts, where encoders stand whole."""
+    calls become parts, where encoders stand whole. An optimizer that cannot update parts of parameters is not
+    sharded."""
     planning = config.planning
     num_ranks = planning.pipeline_parallel_degree or world.size
     measured = {
         name: BatchItems(without_values(examples[name]), lengths_in(task.recorded.definition, examples[name]))
         for name, task in workload.bound.tasks.items()
     }
-    placed: tuple[Layout, int | None, Plan] | None = None
+    placed: tuple[Layout, int | None, Plan, str | None] | None = None
     if world.rank == 0:
+        shards_optimizer, reason = planning.shard_optimizer, None
+        if planning.planner == PIPELINE and shards_optimizer is None:
+            shards_optimizer = False
+        if world.size == 1:
+            shards_optimizer = False
+        elif shards_optimizer is not False:
+            reason = _why_not_sharded(workload, config)
+            shards_optimizer = shards_optimizer if reason is None else False
         planner, part_tokens = PIPELINE, None
         if planning.planner == PIPELINE:
-            layout = pipeline_layout(profile, num_ranks)
+            layout = pipeline_layout(profile, num_ranks, shards_optimizer is True)
         else:
-            layout, part_tokens = _choose_colocation(workload, profile, config, num_ranks, measured, sample_step)
+            layout, part_tokens = _choose_colocation(
+                workload, profile, config, num_ranks, measured, sample_step, shards_optimizer
+            )
             planner = PIPELINE if part_tokens is None else str(planning.planner)
         options = PlanOptions(seed=config.seed, evaluations=1, layouts=(layout,))
-        placed = layout, part_tokens, make_plan(profile, planner, options)
+        placed = layout, part_tokens, make_plan(profile, planner, options), reason
     placed = world.broadcast_object(placed)
     assert placed is not None
-    layout, part_tokens, plan = placed
-    return layout, PartSettings(part_tokens, measured), plan
+    layout, part_tokens, plan, reason = placed
+    if reason is not None:
+        notify(f"the optimizer is not sharded: {reason}")
+    return layout, PartSettings(part_tokens, measured, planning.sequence_parallel_degrees), plan
+
+
+def _check_sequence_degrees(workload: AnalyzedWorkload, degrees: Mapping[str, int]) -> None:
+    """Refuse sequence degrees of modules that cannot have them, with the reason."""
+    facts = workload.bound.facts
+    for name, degree in degrees.items():
+        where = f"spindle.Planning(sequence_parallel_degrees={{{name!r}: {degree}}})"
+        if name in workload.ended_modules:
+            continue
+        calls = [
+            (task, call.name)
+            for task, traced in workload.bound.tasks.items()
+            for call in traced.recorded.calls
+            if call.handle.name == name
+        ]
+        if not calls:
+            raise PlanError(f"{where}: no module has that name; there are {', '.join(workload.bound.handles)}")
+        for key in calls if degree > 1 else ():
+            code = facts.items.get(key)
+            sequence = None if code is None else code.sequence
+            if sequence is not None and degree not in sequence.degrees:
+                raise PlanError(
+                    f"{where}: {degree} devices cannot share the attention heads of {key[1]}; expected one of "
+                    f"{', '.join(map(str, (1, *sequence.degrees)))}"
+                )
+            if sequence is None and code is None:
+                raise PlanError(f"{where}: {key[1]} does not read items alone; declare them with items={{...}}")
+            reason = facts.unshared_items.get(key) or facts.coupled_items.get(key)
+            if sequence is None and reason is not None:
+                raise PlanError(f"{where}: several devices cannot share items of {key[1]}: {reason}")
 
 
 def _choose_colocation(
@@ -199,6 +247,7 @@ def _choose_colocation(
     num_ranks: int,
     measured: Mapping[str, BatchItems],
     sample_step: Sequence[Mapping[str, Batch]],
+    shards_optimizer: bool | None,
 ) -> tuple[Layout, int | None]:
     """Where encoders stand and how large parts are, chosen on one step; None for the size of parts where all modules
     are best spread over ranks."""
@@ -243,7 +292,7 @@ def _choose_colocation(
         )
 
     def step_profile(part_tokens: int | None) -> Profile:
-        parts = PartSettings(part_tokens, measured)
+        parts = PartSettings(part_tokens, measured, config.planning.sequence_parallel_degrees)
         return step_graph(key, profile, code, scales, None, dict.fromkeys(tasks, 1), batches, parts).profile
 
     in_parts: dict[int, Profile] = {}
@@ -253,7 +302,7 @@ def _choose_colocation(
             in_parts.setdefault(part_tokens, step_profile(part_tokens))
     whole = in_parts.get(WHOLE_CALLS)
     part_profiles = [] if whole is None else [whole, *in_parts.values()]
-    chosen, layout = choose_colocation(planner, part_profiles, [step_profile(None)], num_ranks, shards_optimizer=False)
+    chosen, layout = choose_colocation(planner, part_profiles, [step_profile(None)], num_ranks, shards_optimizer)
     if all(chain.placement == SPREAD for chain in layout.chains):
         return layout, None
     return layout, next(part_tokens for part_tokens, candidate in in_parts.items() if candidate is chosen)
@@ -297,8 +346,7 @@ def _shared_plan(
     if world.rank == 0:
         plan = _rank_0_plan(profile, config, config.planning.shard_optimizer, report_share)
         if (plan.shard_optimizer or _splits_parameters(plan)) and world.size > 1:
-            trained = [item for item in workload.bound.parameters.items() if item[1].requires_grad]
-            reason = why_not_sharded(config.optimizer, trained)
+            reason = _why_not_sharded(workload, config)
         # Plan again: without sharding, a different plan may be best.
         if reason is not None and plan.shard_optimizer:
             plan = _rank_0_plan(profile, config, False, report_share)
@@ -319,14 +367,19 @@ def _shared_plan(
     return shared
 
 
+def _why_not_sharded(workload: AnalyzedWorkload, config: TrainConfig) -> str | None:
+    trained = [item for item in workload.bound.parameters.items() if item[1].requires_grad]
+    return why_not_sharded(config.optimizer, trained)
+
+
 def _with_lanes(plan: Plan, profile: Profile, world: World, notify: Callable[[str], None]) -> Profile:
     """The profile for a plan with several lanes. On CPUs, where lanes run in turn, two passes together take as long as
     one after the other; on GPUs their contention must have been measured."""
     if world.device.type == "cuda":
-        if world.size > 1:
+        if world.shares_gpu:
             raise PlanError(
-                f"this plan has {plan.num_lanes} lanes, got {world.size} ranks; lanes are for one process with a whole "
-                "GPU, expected a plan with one lane: leave it out, or plan with Planning(lanes=1)"
+                f"this plan has {plan.num_lanes} lanes, and a virtual device has one: {world.size} ranks share the "
+                "GPU; plan with Planning(lanes=1), or give a plan with lane 0 alone"
             )
         return profile
     notify(f"this plan has {plan.num_lanes} lanes; on CPUs they run one after another, in the order of the plan")
@@ -341,6 +394,20 @@ def _with_lanes(plan: Plan, profile: Profile, world: World, notify: Callable[[st
     return replace(profile, curves=curves)
 
 
+def _grant_quotas(plan: Plan, profile: Profile, world: World, notify: Callable[[str], None]) -> None:
+    """Split the SMs of this GPU among the lanes, and say how many each of them has."""
+    if world.device.type != "cuda" or world.size > 1:
+        where = "CPUs have no SMs" if world.device.type != "cuda" else f"got {world.size} ranks"
+        raise PlanError(
+            f"this plan has quotas of {listed([str(quota) for quota in plan.quotas])} SMs, which are for one process "
+            f"with a GPU, and {where}; leave its quotas out"
+        )
+    groups = profile.cluster.kind.sm_groups
+    assert groups is not None, "check refuses quotas of unknown SMs"
+    granted = [f"lane {lane} on {len(partition.sms)}" for lane, partition in enumerate(partitions(plan.quotas))]
+    notify(f"lanes have SMs of their own: {listed(granted)}, of {groups.num_sms}")
+
+
 def _splits_parameters(plan: Plan) -> bool:
     return any(degree > 1 for _, degree in plan.tensor_degrees)
 
@@ -351,7 +418,12 @@ def _rank_0_plan(
     """The given plan, or a new one."""
     given, planner = config.planning.plan, config.planning.planner
     if given is None and isinstance(planner, str):
-        options = PlanOptions(seed=config.seed, shard_optimizer=shard_optimizer, lanes=config.planning.lanes)
+        options = PlanOptions(
+            seed=config.seed,
+            shard_optimizer=shard_optimizer,
+            lanes=config.planning.lanes,
+            quotas=config.planning.quotas,
+        )
         return make_plan(profile, planner, options, report_share)
     if given is None:
         assert callable(planner)

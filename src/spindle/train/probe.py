@@ -1,9 +1,10 @@
 """Which samples influence each other, what is random, and which parameters get a gradient: tried on two rows.
 
-Each call runs on two rows of the first batch, then again with one row replaced by the other: if the other row's output
-changes, samples are coupled (batch normalisation, a loss inside a module), and the call must run on its whole batch at
-once; likewise if a row's output depends on its position. Random numbers are the same each time, so that dropout does
-not look like coupling. The output of a module run layer by layer is compared with that of the whole module.
+Each call runs on two rows of the first batch, then on each row beside a copy of itself: if a row's output changes,
+samples are coupled (batch normalisation, a loss inside a module), and the call must run on its whole batch at once;
+likewise if that of the copy differs, because then it depends on its position. Random numbers are the same each time, so
+that dropout does not look like coupling. The output of a module run layer by layer is compared with that of the whole
+module.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ from spindle.run import Axes, ItemCode, cut, cut_leaf, pytree_meta
 from spindle.train.index_checks import IndexChecks
 from spindle.train.item_probe import probe_items
 from spindle.train.record import RecordedCall, handles_of, parameter_names
+from spindle.train.sequence_probe import probe_sequences
 from spindle.train.trace import TracedTask, Visit, unchanged, walk
 
 
@@ -38,16 +40,19 @@ class Facts:
     reached: dict[str, frozenset[str]] | None = None
     items: dict[tuple[str, str], ItemCode] = field(default_factory=dict)
     coupled_items: dict[tuple[str, str], str] = field(default_factory=dict)  # why items do not run apart
+    unshared_items: dict[tuple[str, str], str] = field(default_factory=dict)  # why one device runs an item
 
 
-def probe(tasks: Sequence[TracedTask], batches: dict[str, Any]) -> Facts:
-    """Run the tasks on two rows of their first batches, and restore modules and random state."""
+def probe(tasks: Sequence[TracedTask], batches: dict[str, Any], *, shares_items: bool = False) -> Facts:
+    """Run the tasks on two rows of their first batches, and restore modules and random state. With `shares_items`, try
+    whether several devices can share an item, too."""
     coupled: dict[tuple[str, str], str] = {}
     random_layers: set[tuple[str, str, int]] = set()
     random_losses: set[str] = set()
     reached: dict[str, frozenset[str]] | None = {}
     items: dict[tuple[str, str], ItemCode] = {}
     coupled_items: dict[tuple[str, str], str] = {}
+    unshared_items: dict[tuple[str, str], str] = {}
     handles = handles_of([task.recorded for task in tasks])
     names = parameter_names(handles)
     on_gpu = device_of(list(batches.values())).type == "cuda"
@@ -62,6 +67,10 @@ def probe(tasks: Sequence[TracedTask], batches: dict[str, Any]) -> Facts:
                 reached[task.name] = frozenset(names[parameter] for parameter in parameters)
             is_random = {call for name, call, _ in random_layers if name == task.name}
             codes, reasons = probe_items(task, batches[task.name], is_random)
+            if shares_items:
+                shared, unshared = probe_sequences(task, batches[task.name], codes, is_random)
+                codes |= shared
+                unshared_items |= {(task.name, call): reason for call, reason in unshared.items()}
             items |= {(task.name, call): code for call, code in codes.items()}
             coupled_items |= {(task.name, call): reason for call, reason in reasons.items()}
     return Facts(
@@ -71,6 +80,7 @@ def probe(tasks: Sequence[TracedTask], batches: dict[str, Any]) -> Facts:
         reached=reached,
         items=items,
         coupled_items=coupled_items,
+        unshared_items=unshared_items,
     )
 
 
@@ -125,8 +135,11 @@ def _probe_task(
             reached = {id(parameter) for parameter in parameters if parameter.grad is not None}
             # A parameter that was not used at all (an expert without samples) may be used in a step.
             values = [leaf for visit in visits for leaf in tree_leaves(visit.values) if _takes_gradient(leaf)]
-            torch.autograd.backward(values, [torch.zeros_like(value) for value in values])
-            reached |= {id(parameter) for parameter in parameters if parameter.grad is None}
+            used = _ids_in_graphs(values)
+            if used is None:
+                torch.autograd.backward(values, [torch.zeros_like(value) for value in values])
+                used = {id(parameter) for parameter in parameters if parameter.grad is not None}
+            reached |= {id(parameter) for parameter in parameters} - used
         for parameter in parameters:
             parameter.grad = None
     except Exception:  # the user's code may fail on two rows; a step runs it on whole batches
@@ -138,32 +151,52 @@ def _probe_task(
     return reached
 
 
+def _ids_in_graphs(values: Sequence[torch.Tensor]) -> set[int] | None:
+    """The ids of leaves that autograd graphs of these values have; None if a graph has a function written in Python
+    (`torch.utils.checkpoint`, a compiled layer), which may use others."""
+    ids = {id(value) for value in values if value.grad_fn is None}
+    nodes: list[Any] = list(dict.fromkeys(value.grad_fn for value in values if value.grad_fn is not None))
+    seen = set(nodes)
+    while nodes:
+        node = nodes.pop()
+        if isinstance(node, torch.autograd.function.BackwardCFunction):
+            return None
+        if hasattr(node, "variable"):
+            ids.add(id(node.variable))
+        following = [function for function, _ in node.next_functions if function is not None and function not in seen]
+        seen.update(following)
+        nodes += following
+    return ids
+
+
 def _coupled_calls(
     task: TracedTask, pair: Any, outputs: dict[str, Any], is_random: set[str], keeping: set[str]
 ) -> Iterator[tuple[str, str]]:
-    """Run each call with one row replaced by the other, and with both rows swapped."""
+    """Run each call on both rows, and on each with a copy of itself."""
     axes = {call: layers[-1].axes for call, layers in task.layers.items()}
     for call in task.recorded.calls:
         if call.name not in outputs:
             yield call.name, "it does not run on two samples"
             continue
 
-        def row(number: int, wanted: list[int], call: RecordedCall = call) -> Any:
-            """The output of one row among these."""
+        def rows(wanted: list[int], call: RecordedCall = call) -> tuple[Any, Any]:
+            """The outputs of these two rows."""
             torch.manual_seed(_SEED)
             sources = (_rows(outputs[source], axes[source], 2, wanted) for source in call.sources)
             args, kwargs = call.arguments(_rows(pair, task.batch_axes, 2, wanted), *sources)
-            return cut(call.chain(*args, **kwargs), axes[call.name], 2, number, number + 1)
+            output = call.chain(*args, **kwargs)
+            return cut(output, axes[call.name], 2, 0, 1), cut(output, axes[call.name], 2, 1, 2)
 
         if call.name not in is_random and call.name not in keeping:
             _compare_whole(task, call, pair, outputs)
         try:
             with torch.no_grad():
-                # Each row with a copy of itself: if its output changes, it depended on the other row. Then both rows
-                # swapped: if outputs change, they depend on positions.
-                first, second = row(0, [0, 1]), row(1, [0, 1])
-                alone = _alike(first, row(0, [0, 0])) and _alike(second, row(1, [1, 1]))
-                anywhere = call.name in is_random or _alike(first, row(1, [1, 0]))
+                # If the output of a row changes beside a copy of itself, it depended on the other row; if that of the
+                # copy differs, it depends on its position.
+                first, second = rows([0, 1])
+                again, copy = rows([0, 0])
+                alone = _alike(first, again) and _alike(second, rows([1, 1])[1])
+                anywhere = call.name in is_random or _alike(first, copy)
         except Exception as error:
             yield call.name, f"it does not run on part of a batch ({type(error).__name__})"
             continue
@@ -272,7 +305,7 @@ def _generators() -> list[torch.Tensor]:
 # Without weights.
 
 _MAX_LAYER_BYTES = 1 << 30  # of the weights of one layer
-_MAX_FLOPS = 2e11  # of a layer on two samples, which is run five times
+_MAX_FLOPS = 2e11  # of a layer on two samples, which is run three times
 
 
 def probe_without_weights(tasks: Sequence[TracedTask], batches: dict[str, Any]) -> tuple[Facts, dict[str, str]]:
@@ -346,11 +379,12 @@ def _inner_inputs(values: Any, axes: Axes, wanted: list[int]) -> Any:
 def _tried_layer(layer: ChainLayer, inputs: Callable[[list[int]], Any], axes: Axes) -> tuple[Any, str]:
     """A layer's output for two rows, and why they are coupled, if they are."""
 
-    def row(number: int, wanted: list[int]) -> Any:
-        """The output of one row among these, with the same random numbers each time."""
+    def outputs(wanted: list[int]) -> tuple[Any, Any]:
+        """The outputs of these two rows, with the same random numbers each time."""
         torch.manual_seed(_SEED)
         args, kwargs = inputs(wanted)
-        return cut(layer.run(*args, **kwargs), axes, 2, number, number + 1)
+        both = layer.run(*args, **kwargs)
+        return cut(both, axes, 2, 0, 1), cut(both, axes, 2, 1, 2)
 
     before = _Buffers(layer)
     args, kwargs = inputs([0, 1])
@@ -360,9 +394,10 @@ def _tried_layer(layer: ChainLayer, inputs: Callable[[list[int]], Any], axes: Ax
     if before.have_changed():
         return both, "it keeps something of the samples it sees"
     first, second = (cut(both, axes, 2, number, number + 1) for number in (0, 1))
-    if not (_alike(first, row(0, [0, 0])) and _alike(second, row(1, [1, 1]))):
+    again, copy = outputs([0, 0])
+    if not (_alike(first, again) and _alike(second, outputs([1, 1])[1])):
         return both, "its samples influence each other"
-    if not drawn() and not _alike(first, row(1, [1, 0])):
+    if not drawn() and not _alike(first, copy):
         return both, "what it does with a sample depends on its place in the batch"
     return both, ""
 

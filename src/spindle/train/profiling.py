@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Collection, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -12,7 +14,7 @@ from torch.utils._pytree import tree_map
 
 from spindle.errors import ProfileError
 from spindle.graph import MetaGraph
-from spindle.launch import Capture, Captured, ProfileCapture, WorkloadCapture
+from spindle.launch import Capture, Captured, ProfileCapture, WorkloadCapture, recorder, variables
 from spindle.measure import local_profile, measure_update
 from spindle.models import without_torch_logs
 from spindle.profile import Profile, fitting, read_profile, write_profile
@@ -25,7 +27,7 @@ from spindle.train.progress import Progress
 from spindle.train.task import TaskDefinition
 from spindle.train.task_errors import explained_errors
 from spindle.train.trace import unchanged
-from spindle.workload import write_workload
+from spindle.workload import Workload, write_workload
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,6 +84,21 @@ def trace_and_profile(
         return ProfiledWorkload(workload, profile)
 
 
+def report_workload(
+    workload: Workload, config: TrainConfig, world: World, environment: Mapping[str, str] = os.environ
+) -> None:
+    """Tell a scheduler what is trained from now on, where one asks for it: a task may have ended or joined."""
+    path = environment.get(variables.WORKLOAD_REPORT)
+    if path is None or world.rank != 0:
+        return
+    modules = {module.name for module in workload.modules}
+    degrees = config.planning.tensor_parallel_degrees.items()
+    reported = replace(workload, tensor_degrees=tuple(entry for entry in degrees if entry[0] in modules))
+    with suppress(OSError):  # the scheduler keeps its estimates
+        write_workload(Path(path), reported)
+        recorder.begin_tasks(reported.tasks_digest)
+
+
 def _cloned(leaf: Any) -> Any:
     return leaf.clone() if isinstance(leaf, torch.Tensor) else leaf
 
@@ -117,6 +134,7 @@ def profile_workload(
             notify=notify,
             graphs=config.cuda_graphs and not config.planning.is_pipelined,  # whose programs live for a step
             lanes=config.planning.lanes,
+            quotas=config.planning.quotas,
             lengths={name: lengths_in(task.recorded.definition, examples[name]) for name, task in bound.tasks.items()}
             if config.planning.is_pipelined or capture is not None
             else None,

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import fx, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.utils._pytree import tree_map
+from torch.utils._pytree import tree_leaves, tree_map
 
 from spindle.errors import WorkloadError
 from spindle.launch import is_debugging
@@ -414,11 +414,37 @@ def _cut(task: RecordedTask, example: Any, known: dict[Any, tuple[Chain, Callabl
                 chain, give = call.handle.cut(args, kwargs, values)
                 known[key] = chain, cache(give)
             chain, outputs[call.name] = known[key]
+            if _takes_sizes_for_constants(call, chain, mode, (batch, *(outputs[source]() for source in call.sources))):
+                chain = whole_chain(call.handle.module, "its code takes a size of the batch for a constant (a key?)")
         except Exception as error:
             error.add_note(f"in task {task.definition.name!r}, looking at the layers of {call.name} ({call.line})")
             raise
         calls.append(replace(call, chain=chain))
     return replace(task, calls=tuple(calls))
+
+
+def _takes_sizes_for_constants(call: RecordedCall, chain: Chain, mode: FakeTensorMode, given: Sequence[Any]) -> bool:
+    """Whether ints that are constants of a recorded module follow from sizes of what its call is given, so that they
+    may differ from batch to batch: they do if they change with these sizes."""
+    if chain.reads_values or not any(type(constant) is int for constant in chain.constants):
+        return False
+
+    def smaller(leaf: Any) -> Any:
+        if not isinstance(leaf, torch.Tensor):
+            return leaf
+        with mode:
+            return torch.empty([max(1, size - 1) for size in leaf.shape], dtype=leaf.dtype, device=leaf.device)
+
+    as_fakes = [tree_map(lambda leaf: fake_like(mode, leaf), nest) for nest in given]
+    try:
+        with mode:
+            before, after = (
+                [leaf for leaf in tree_leaves(call.arguments(*nests)) if type(leaf) is int]
+                for nests in (as_fakes, [tree_map(smaller, nest) for nest in as_fakes])
+            )
+    except Exception:  # its arguments read values, or do not follow from other sizes
+        return False
+    return before != after
 
 
 def _cut_alike(tasks: Sequence[RecordedTask]) -> list[RecordedTask]:

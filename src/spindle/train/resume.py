@@ -35,6 +35,7 @@ from spindle.checkpoint import (
     remove_unfinished,
     steps_in,
 )
+from spindle.data import random_state, restored_random_state, set_random_state
 from spindle.display import count_of
 from spindle.errors import CheckpointError, SpindleError, WorkloadError
 from spindle.plan import Plan
@@ -42,7 +43,7 @@ from spindle.profile import Profile
 from spindle.program import Sharding, Slice
 from spindle.run import Weights, World
 from spindle.train.config import Checkpoints, TrainConfig
-from spindle.train.feed import LoaderPosition, random_state, restored_random_state, set_random_state
+from spindle.train.feed import LoaderPosition
 from spindle.train.grad_scaler import ScaleState
 from spindle.train.optimizer_reshard import LRSchedulerState, OptimizerState
 from spindle.train.plain_json import from_plain

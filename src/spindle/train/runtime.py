@@ -57,7 +57,7 @@ def make_runtime(
     if planned.layout is None:
         steps = StaticSteps(workload, planned, weights.parameters, shards, config, world)
     else:
-        steps = PipelinedSteps(workload, planned, planned.layout, weights.parameters, examples, config, world)
+        steps = PipelinedSteps(workload, planned, planned.layout, weights.parameters, shards, examples, config, world)
     return RankRuntime(workload=workload, planned=planned, weights=weights, shards=shards, steps=steps)
 
 

@@ -7,21 +7,20 @@ the plan either.
 
 from __future__ import annotations
 
-import random
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from itertools import accumulate
 from typing import Any, TypeVar
 
-import numpy as np
 import torch
 from torch.utils._pytree import tree_leaves, tree_map
 from torch.utils.data import DataLoader, Dataset, IterableDataset, default_collate
 
+from spindle.data import is_same, random_state, restored_random_state, seed_all
 from spindle.errors import TrainingError
 from spindle.run import plain, seed_of, signature_of
-from spindle.train.feed import Batch, Feed, Held, LoaderPosition, is_same, random_state, restored_random_state
+from spindle.train.feed import Batch, Feed, Held, LoaderPosition
 from spindle.train.items import EVERYTHING, fields_of
 
 T = TypeVar("T")
@@ -72,16 +71,10 @@ class Rows(Dataset[Any]):
 
     def _sample(self, request: Request, row: int, names: list[str] | None) -> Any:
         if request.seed is not None:
-            _seed(seed_of(request.seed, row))
+            seed_all(seed_of(request.seed, row))
         if names is not None and hasattr(self.dataset, "get_fields"):
             return self.dataset.get_fields(request.samples[row], names)
         return self.dataset[request.samples[row]]
-
-
-def _seed(seed: int) -> None:
-    torch.default_generator.manual_seed(seed)
-    random.seed(seed)
-    np.random.seed(seed % 2**32)
 
 
 def _span(needs: Needs) -> tuple[int, int]:
@@ -236,7 +229,7 @@ class SampleFeed(Feed):
                 nest = plain(self._noted(lambda: self._rows_of[request]))
                 # Nothing was drawn if the state is still the one that the last row was seeded with.
                 after_last_row = random_state()
-                _seed(seed_of(request.seed, len(request.samples) - 1))
+                seed_all(seed_of(request.seed, len(request.samples) - 1))
                 self._fetches_ahead = is_same(random_state(), after_last_row)
             self._example = self._whole(nest, self._choose(0))
         return self._example

@@ -37,6 +37,7 @@ from spindle.checkpoint import (
     write_part,
     writers_of,
 )
+from spindle.data import random_state
 from spindle.display import num_bytes as _text
 from spindle.errors import CheckpointError, SupersededError, TrainingError
 from spindle.launch import recorder, variables
@@ -45,7 +46,6 @@ from spindle.profile import Profile
 from spindle.program import Box, Sharding, Slice
 from spindle.run import Copied, Staging, box_view
 from spindle.train.config import Checkpoints, Planning, TrainConfig
-from spindle.train.feed import random_state
 from spindle.train.memory_checkpoints import MemoryCheckpoints
 from spindle.train.optimizer import Update
 from spindle.train.optimizer_reshard import OptimizerState

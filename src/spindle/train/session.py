@@ -23,7 +23,7 @@ from spindle.train.garbage import collect_all
 from spindle.train.optimizer import Update
 from spindle.train.optimizer_reshard import OptimizerState
 from spindle.train.plan import plan_workload, scheduled_planning
-from spindle.train.profiling import ProfiledWorkload, trace_and_profile
+from spindle.train.profiling import ProfiledWorkload, report_workload, trace_and_profile
 from spindle.train.progress import Progress
 from spindle.train.record import Handles, root_handles
 from spindle.train.run_folder import RunFolder
@@ -148,6 +148,7 @@ class TrainSession:
         planned = plan_workload(workload, profiled.profile, config, world, self.progress, self.notify, examples, known)
         if self.run_folder is not None:
             self.run_folder.write_plan(planned, workload, is_new=self.step == 0, notices=self.notices)
+        report_workload(workload.bound.workload, config, world)
         self.callbacks.call("on_plan", planned.plan)
         return make_runtime(workload, planned, config, world, examples)
 

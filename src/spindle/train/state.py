@@ -11,9 +11,10 @@ from collections.abc import Mapping
 from copy import deepcopy
 from dataclasses import dataclass, replace
 
+from spindle.data import RandomState, random_state, set_random_state
 from spindle.errors import TrainingError
 from spindle.train.config import TrainConfig
-from spindle.train.feed import LoaderPosition, RandomState, random_state, set_random_state
+from spindle.train.feed import LoaderPosition
 from spindle.train.optimizer_reshard import OptimizerState
 from spindle.train.session import TrainSession
 

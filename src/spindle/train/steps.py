@@ -7,22 +7,35 @@ only gets the runs of a step.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 from torch import nn
 
+from spindle.data import WHOLE, Wanted
 from spindle.planners import Layout, owning_ranks_in
 from spindle.profile import Profile
 from spindle.program import Program
-from spindle.run import Cuts, Executor, Lengths, MicroStep, PytreeMeta, ShapeInference, Shards, World
+from spindle.run import (
+    Cuts,
+    Executor,
+    Lengths,
+    MicroStep,
+    PytreeMeta,
+    ShapeInference,
+    Shards,
+    World,
+    rank_program_of,
+)
 from spindle.train.agreement import compare, shape_items
 from spindle.train.analyze import AnalyzedWorkload
 from spindle.train.config import TrainConfig
+from spindle.train.feed import Batch
 from spindle.train.header import BatchHeader, MicroSteps
 from spindle.train.item_parts import BatchItems
+from spindle.train.items import EVERYTHING
 from spindle.train.microbatches import Key, Microbatches, StepGraph, microbatch_name, without_values
 from spindle.train.plan import PlannedWorkload, program_for_rows
 from spindle.train.samples import Needs, needs_of
@@ -81,6 +94,30 @@ def shares_of_tokens(microbatches: Sequence[Microbatch], weighed: Collection[str
     }
 
 
+Uses = Sequence[tuple[str, Callable[..., Any], int, int]]  # task, code that reads its batch, and rows
+
+
+def wanted_of(uses: Uses, items_used: Mapping[str, tuple[int, ...]], task: str, batch: Batch) -> Wanted:
+    """What the slots of a rank read of a batch: `task` is its name in the program, `items_used` are those of parts."""
+    needs = needs_of((code, first, last) for name, code, first, last in uses if name == task)
+    fields = {field for field, _, _ in needs}
+    if EVERYTHING in fields:
+        return WHOLE
+    reads_all_items = not batch.item_entries.isdisjoint(fields)
+    rows = tuple((field, first, last) for field, first, last in needs if field not in batch.item_entries)
+    return Wanted(rows, None if reads_all_items else items_used.get(task, ()))
+
+
+@dataclass(frozen=True, slots=True)
+class _Ahead:
+    """The program of the next step, and what this rank reads in it."""
+
+    key: Key
+    program: Program
+    uses: Uses
+    items_used: Mapping[str, tuple[int, ...]]
+
+
 class Steps:
     """Abstract: the runs of each step. `main` is the executor of the plan's own program."""
 
@@ -116,8 +153,15 @@ class Steps:
         num_micro_steps: int,
         batches: MicroSteps,
         time_limit_s: float | None,
+        upcoming: Sequence[Mapping[str, Batch]] | None = None,
     ) -> None:
-        """Start planning a step that is to run after the current one."""
+        """Start planning a step that is to run after the current one. With `upcoming`, on rank 0 the batches of the
+        step behind it by micro-step and variant, that one is planned, too: the program of the next step is then known
+        in time to decode what it reads."""
+
+    def wanted(self, variant: str, micro_step: int, batch: Batch) -> Wanted | None:
+        """What this rank needs of a batch of the next step; None while that is not known."""
+        raise NotImplementedError
 
     def gradient_tensors(self) -> Iterator[torch.Tensor]:
         """The memory that gradients keep from step to step."""
@@ -156,7 +200,7 @@ class _Executors:
             shards=shards,
         )
 
-    def of_step(self, program: Program, step: StepGraph, last: Executor) -> Executor:
+    def of_step(self, program: Program, step: StepGraph, shards: Shards | None, last: Executor) -> Executor:
         """An executor of one step's own program, which reuses the gradient memory of the last one."""
         axes = self._workload.bound.batch_axes
         return Executor(
@@ -170,6 +214,7 @@ class _Executors:
             seed=self._config.seed,
             cuda_graphs=False,
             autocast=self._config.autocast,
+            shards=shards,
             gradient_buffers=last.release_gradient_buffers(),
         )
 
@@ -219,6 +264,11 @@ class StaticSteps(Steps):
                 is_as_planned=executor is self.main,
             )
 
+    def wanted(self, variant: str, micro_step: int, batch: Batch) -> Wanted | None:
+        if batch.num_rows != self._planned_rows[variant]:
+            return None
+        return wanted_of(self.main.uses, self.main.items_used, variant, batch)
+
     def _executor_for(self, rows: Mapping[str, int]) -> Executor:
         """The executor for these numbers of rows; others than planned come with a loader's short last batch."""
         key = tuple(rows.get(name, planned) for name, planned in self._planned_rows.items())
@@ -243,14 +293,15 @@ class PipelinedSteps(Steps):
         planned: PlannedWorkload,
         layout: Layout,
         parameters: Sequence[nn.Parameter],
+        shards: Shards | None,
         examples: Mapping[str, Any],
         config: TrainConfig,
         world: World,
     ) -> None:
         """`examples` has the batch on which each task variant was measured."""
-        self._workload, self._layout, self._world = workload, layout, world
+        self._workload, self._layout, self._shards, self._world = workload, layout, shards, world
         self._make = _Executors(workload, parameters, config, world)
-        super().__init__(self._make.of_plan(planned.program, None, captures=False), workload)
+        super().__init__(self._make.of_plan(planned.program, shards, captures=False), workload)
         self._last = self.main
         modules = [handle.module for handle in workload.bound.handles.values()]
         self._has_parts = planned.parts is not None and planned.parts.has_parts
@@ -267,6 +318,7 @@ class PipelinedSteps(Steps):
         )
         self._microbatches.owning_ranks = owning_ranks_in(workload.graph, layout)
         self._shapes: dict[tuple[str, int, int], BatchItems] = {}
+        self._ahead: _Ahead | None = None
 
     def reads(self, variants: Iterable[str]) -> bool:
         # Which replica runs which microbatch, and which rank which part, is known only when all of them are read.
@@ -277,8 +329,10 @@ class PipelinedSteps(Steps):
         key = _key_of(microbatches, num_micro_steps)
         self._share_shapes(microbatches, batches)  # may broadcast: on all ranks before anything else does
         step = self._step_graph(key, microbatches, num_micro_steps)
-        program = world.broadcast_object(self._microbatches.program(key, step.profile) if world.rank == 0 else None)
-        self._last = self._make.of_step(program, step, self._last)
+        program = None if self._ahead is None or self._ahead.key != key else self._ahead.program
+        if program is None:
+            program = world.broadcast_object(self._microbatches.program(key, step.profile) if world.rank == 0 else None)
+        self._last = self._make.of_step(program, step, self._shards, self._last)
         names = [microbatch_name(microbatch.variant, microbatch.micro_step) for microbatch in microbatches]
         by_name = dict(zip(names, microbatches, strict=True))
         shares = shares_of_tokens(microbatches, self._weighed) if num_micro_steps > 1 else {}
@@ -300,12 +354,40 @@ class PipelinedSteps(Steps):
         num_micro_steps: int,
         batches: MicroSteps,
         time_limit_s: float | None,
+        upcoming: Sequence[Mapping[str, Batch]] | None = None,
     ) -> None:
         self._share_shapes(microbatches, batches)
+        key = _key_of(microbatches, num_micro_steps)
         if self._world.rank == 0:
-            key = _key_of(microbatches, num_micro_steps)
             profile = self._step_graph(key, microbatches, num_micro_steps).profile
             self._microbatches.ask(key, profile, time_limit_s)
+        self._ahead = None
+        if upcoming is None or not self._has_parts:
+            return
+        # The program of the next step, if it was planned by now: a step ago, as one that was upcoming.
+        ready = self._microbatches.ready(key) if self._world.rank == 0 else None
+        program: Program | None = self._world.broadcast_object(ready)
+        if program is not None:
+            step = self._step_graph(key, microbatches, num_micro_steps)
+            in_order = self._world.launches_in_order
+            rank_program = rank_program_of(program, step.profile.graph, step.code, self._world.rank, in_order=in_order)
+            self._ahead = _Ahead(key, program, rank_program.uses, rank_program.items_used)
+        if self._world.rank == 0 and upcoming:
+            batches_of = [(name, batch) for row in upcoming for name, batch in row.items()]
+            self._microbatches.ask_early(
+                tuple(
+                    tuple((name, batch.num_rows, batch.signature) for name, batch in row.items()) for row in upcoming
+                ),
+                {(name, batch.signature): BatchItems(batch.nest, batch.lengths) for name, batch in batches_of},
+                self._workload.reached,
+                {name: len(upcoming) for name, _ in batches_of},
+                time_limit_s,
+            )
+
+    def wanted(self, variant: str, micro_step: int, batch: Batch) -> Wanted | None:
+        if self._ahead is None:
+            return None
+        return wanted_of(self._ahead.uses, self._ahead.items_used, microbatch_name(variant, micro_step), batch)
 
     def _step_graph(self, key: Key, microbatches: Sequence[Microbatch], num_micro_steps: int) -> StepGraph:
         counts = {microbatch.variant: num_micro_steps for microbatch in microbatches}

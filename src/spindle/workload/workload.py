@@ -8,6 +8,7 @@ layers use.
 
 from __future__ import annotations
 
+import hashlib
 from dataclasses import dataclass, field
 
 from spindle.errors import WorkloadError
@@ -186,6 +187,12 @@ class Workload:
                 missing = {layer.kind for layer in modules[call.module].layers} - {kind for kind, _ in call.costs}
                 if missing:
                     raise WorkloadError(f"{where}: no cost for layers of kind {', '.join(sorted(missing))}")
+
+    @property
+    def tasks_digest(self) -> str:
+        """Identifies tasks and batch sizes: what changes when a task ends or joins inside a job."""
+        names = sorted(f"{task.name}\n{task.batch_size}" for task in self.tasks)
+        return hashlib.sha256("\n".join(names).encode()).hexdigest()[:16]
 
     @property
     def num_parameters(self) -> int:

@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-from spindle.cli.fleet.options import FleetName
+from spindle.cli.fleet.options import FleetName, MeasuredProfiles
 from spindle.cli.options import AsJson
 
 
@@ -24,22 +24,25 @@ def estimate(
     count: Annotated[
         str, typer.Option("--count", metavar="1-16", help="Only so many devices.", show_default=False)
     ] = "",
+    profiles: MeasuredProfiles = None,
     planned: Annotated[bool, typer.Option("--planned", metavar="", help="Plan every cell; seconds each.")] = False,
     as_json: AsJson = False,
 ) -> None:
     """Estimate a job on every kind and number of devices of a fleet, without running it.
 
     Bounds say what no plan can beat, in milliseconds; --planned simulates the plan that would run, with its memory.
-    Examples:
+    Times of layers are those of a roofline, or measured ones (--profile). Examples:
 
     spindle fleet estimate train.py --fleet fleet.toml --count 1-16
 
     spindle fleet estimate clip-10 --fleet a100x16,h100x8 --planned
+
+    spindle fleet estimate train.py --fleet h200x8 --profile h200=profile.json --planned
     """
     from rich.table import Table
 
     from spindle.artifact import to_json
-    from spindle.cli.fleet.inputs import step_on
+    from spindle.cli.fleet.inputs import measured_profiles, step_on
     from spindle.cli.terminal import note_compilation, progress_bar, show, show_json
     from spindle.display import num_bytes, seconds
     from spindle.errors import DoesNotFitError
@@ -51,7 +54,7 @@ def estimate(
     names = tuple(machines.kinds[machines.kind_number(kind)].name for kind in kinds.split(",") if kind)
     least, most = read_counts(count)
     job = Job(name=given, kinds=names, min_devices=least, max_devices=most)
-    step = step_on(given)
+    step = step_on(given, measured_profiles(profiles, machines))
     estimates = bound_estimates(step, machines, job)
     if planned:
         note_compilation(False)

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
+from types import MappingProxyType
 from typing import TYPE_CHECKING
 
 from spindle.errors import FleetError, InputError
@@ -12,6 +14,7 @@ from spindle.errors import FleetError, InputError
 if TYPE_CHECKING:
     from spindle.fleet import Fleet, Trace, TraceJob
     from spindle.fleet.estimates import StepOn
+    from spindle.profile import Profile
 
 
 def load_trace(path: Path, fleet: Fleet, tables: Path | None, load: float, faster: float, seed: int) -> Trace:
@@ -73,8 +76,25 @@ def only_first(trace: Trace, num_jobs: int | None) -> Trace:
     return replace(trace, jobs=trace.jobs[:num_jobs], notes=(*trace.notes, f"only the first {num_jobs} jobs"))
 
 
-def step_on(given: str) -> StepOn:
-    """The step of a job on any cluster: a recipe, a workload (.json) or a training script, which runs once."""
+def measured_profiles(given: list[str] | None, fleet: Fleet) -> dict[str, Profile]:
+    """Profiles by the fleet's names of kinds, from KIND=PROFILE.json."""
+    from spindle.profile import read_profile
+
+    profiles: dict[str, Profile] = {}
+    for text in given or []:
+        kind, separator, path = text.partition("=")
+        if not separator or not path:
+            raise InputError(f"--profile: expected KIND=PROFILE.json (a100=profile.json), got {text!r}")
+        name = fleet.kinds[fleet.kind_number(kind)].name
+        if name in profiles:
+            raise InputError(f"--profile {text}: there is one for {name} already; give one for each kind")
+        profiles[name] = read_profile(Path(path))
+    return profiles
+
+
+def step_on(given: str, measured: Mapping[str, Profile] = MappingProxyType({})) -> StepOn:
+    """The step of a job on any cluster: a recipe, a workload (.json) or a training script, which runs once; with
+    `measured` profiles by kind."""
     from spindle.cli.script import script_words, workload_of_script
     from spindle.fleet.estimates import workload_step
     from spindle.profile import Roofline
@@ -82,6 +102,8 @@ def step_on(given: str) -> StepOn:
     from spindle.workload import read_workload
 
     if given in MODELS:
+        if measured:
+            raise InputError(f"--profile is for training scripts and workloads; {given} is a recipe of a pipeline")
         return lambda cluster: step_of(MODELS[given], cluster)
     roofline = Roofline()
     words = script_words(given)
@@ -98,4 +120,4 @@ def step_on(given: str) -> StepOn:
             f"{given}: expected a training script (.py), a workload (.json) or a recipe: "
             f"{', '.join([*RECIPES, *MODELS])}"
         )
-    return workload_step(workload, roofline)
+    return workload_step(workload, roofline, measured)

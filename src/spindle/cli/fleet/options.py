@@ -33,6 +33,15 @@ Tables = Annotated[
         show_default=False,
     ),
 ]
+MeasuredProfiles = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--profile",
+        metavar="KIND=PROFILE.json",
+        help="What `spindle profile` measured for the script on devices of a kind. May be given several times.",
+        show_default=False,
+    ),
+]
 Load = Annotated[float, typer.Option("--load", help="Of a cluster of ElasticFlow: offered load.", min=0.01)]
 Faster = Annotated[float, typer.Option("--faster", metavar="FACTOR", help="Arrivals so many times as fast.", min=0.001)]
 PolicyName = Annotated[str, typer.Option("--policy", metavar="NAME", help="Which policy decides.")]

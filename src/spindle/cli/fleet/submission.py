@@ -4,16 +4,22 @@ from __future__ import annotations
 
 import re
 import time
+from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from datetime import datetime
 from pathlib import Path
+from types import MappingProxyType
+from typing import TYPE_CHECKING
 
 from spindle.display import duration
 from spindle.errors import FleetError, InputError
 from spindle.fleet import Cell, Estimate, Fleet, Job, JobState, State
 from spindle.fleet.deadlines import Verdict, verdict
 from spindle.fleet.store import Store, StoredPlan, Submission
+
+if TYPE_CHECKING:
+    from spindle.profile import Profile
 
 _UNITS_S = {"s": 1.0, "m": 60.0, "h": 3600.0, "d": 86400.0}
 _STATE_BYTES = 12  # of a trained element: itself and two moments of Adam, in float32
@@ -83,8 +89,17 @@ def read_deadline(text: str, origin_unix_s: float, now_unix_s: float | None = No
     return end_s - origin_unix_s
 
 
-def prepare(store: Store, job: Job, command: list[str], times: list[str], logs: str, folder: str) -> Prepared:
-    """Everything that a job needs to be scheduled. Runs its script up to the first fit."""
+def prepare(
+    store: Store,
+    job: Job,
+    command: list[str],
+    times: list[str],
+    logs: str,
+    folder: str,
+    measured: Mapping[str, Profile] = MappingProxyType({}),
+) -> Prepared:
+    """Everything that a job needs to be scheduled. Runs its script up to the first fit. `measured`: profiles of the
+    script by kind of device."""
     from spindle.fleet.event_log import latest_state
 
     state = latest_state(store)
@@ -92,11 +107,13 @@ def prepare(store: Store, job: Job, command: list[str], times: list[str], logs: 
     known = {*(each.name for each in (*state.jobs, *state.ended)), *(body["job"]["name"] for body in waiting)}
     if job.name in known:
         raise InputError(f"a job called {job.name!r} was submitted before; give this one another --name")
+    if times and measured:
+        raise InputError("give --time, for any command, or --profile, for a training script; not both")
     if times:
         estimates = tuple(_given_time(text, store.fleet, job) for text in times)
         submission = Submission(command=tuple(command), is_script=False, folder=folder, logs=logs, environment={})
         return _promised(state, Prepared(job=job, estimates=estimates, submission=submission))
-    return _prepared_script(store, state, job, command, logs, folder)
+    return _prepared_script(store, state, job, command, logs, folder, measured)
 
 
 def _given_time(text: str, fleet: Fleet, job: Job) -> Estimate:
@@ -111,7 +128,15 @@ def _given_time(text: str, fleet: Fleet, job: Job) -> Estimate:
     return Estimate(cell=Cell(kind=kind, num_devices=count), step_s=step_s)
 
 
-def _prepared_script(store: Store, state: State, job: Job, command: list[str], logs: str, folder: str) -> Prepared:
+def _prepared_script(
+    store: Store,
+    state: State,
+    job: Job,
+    command: list[str],
+    logs: str,
+    folder: str,
+    measured: Mapping[str, Profile],
+) -> Prepared:
     import json
 
     from spindle.artifact import artifact_text
@@ -126,7 +151,7 @@ def _prepared_script(store: Store, state: State, job: Job, command: list[str], l
     workload = workload_of_script(str(script), *command[1:])
     trained = sum(parameter.num_elements for parameter in workload.parameters if parameter.trainable)
     job = replace(job, num_steps=job.num_steps or workload.num_steps, state_bytes=_STATE_BYTES * trained)
-    step_on = workload_step(workload)
+    step_on = workload_step(workload, measured=measured)
     bounds = bound_estimates(step_on, store.fleet, job)
     submission = Submission(
         command=(str(script.absolute()), *command[1:]),
@@ -135,6 +160,7 @@ def _prepared_script(store: Store, state: State, job: Job, command: list[str], l
         logs=logs,
         environment={},
         workload=json.loads(artifact_text("workload", workload)),
+        profiles={kind: json.loads(artifact_text("profile", profile)) for kind, profile in measured.items()},
     )
     return _fitting(state, Prepared(job=job, estimates=bounds, submission=submission))
 
@@ -147,14 +173,13 @@ def _fitting(state: State, prepared: Prepared) -> Prepared:
     from spindle.fleet.estimates import least_memory
     from spindle.fleet.planning import plan_cell
 
-    bounds, workload = prepared.estimates, prepared.submission.workload
-    assert workload is not None
+    bounds = prepared.estimates
     largest = {bound.cell.kind: bound for bound in sorted(bounds, key=lambda bound: bound.cell.num_devices)}
     tried: list[Estimate] = []
 
     def planned(bound: Estimate) -> Estimate:
         nonlocal prepared
-        cell = plan_cell(prepared.job.name, workload, state.fleet, bound)
+        cell = plan_cell(prepared.job.name, prepared.submission, state.fleet, bound)
         if cell.plan:
             stored = StoredPlan(cell=cell.estimate.cell, plan=cell.plan, profile=cell.profile)
             prepared = replace(prepared, plans=(*prepared.plans, stored))

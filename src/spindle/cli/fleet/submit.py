@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from spindle.cli.fleet.options import STORE, StoreFile
+from spindle.cli.fleet.options import STORE, MeasuredProfiles, StoreFile
 from spindle.cli.options import AsJson
 
 
@@ -49,6 +49,7 @@ def submit(
     steps: Annotated[
         int | None, typer.Option("--steps", metavar="N", help="How many steps such a command has.", show_default=False)
     ] = None,
+    profiles: MeasuredProfiles = None,
     logs: Annotated[
         Path | None,
         typer.Option("--logs", metavar="FOLDER", help="Where its ranks write their output.", show_default=False),
@@ -59,8 +60,9 @@ def submit(
     """Submit a training script to a fleet. Options go before SCRIPT; everything after it is passed to the script.
 
     The script runs up to its first fit, without weights, for its workload: then every kind and number of devices is
-    estimated without running it. It should save checkpoints (`Trainer(checkpoints=...)`), from which it resumes when
-    it is moved. With a deadline, the answer says whether that will be met. Examples:
+    estimated without running it, from a roofline or from what was measured (--profile). It should save checkpoints
+    (`Trainer(checkpoints=...)`), from which it resumes when it is moved. With a deadline, the answer says whether that
+    will be met. Examples:
 
     spindle fleet submit train.py --lr 1e-4
 
@@ -69,6 +71,7 @@ def submit(
     import os
 
     from spindle.artifact import to_json
+    from spindle.cli.fleet.inputs import measured_profiles
     from spindle.cli.fleet.submission import described_job, prepare
     from spindle.cli.terminal import notice, show, show_json
     from spindle.fleet.live import request
@@ -87,7 +90,15 @@ def submit(
             steps=steps,
         )
         folder = logs or Path(f"{store}.d") / "logs" / job.name
-        prepared = prepare(opened, job, command, times or [], str(folder.absolute()), os.getcwd())
+        prepared = prepare(
+            opened,
+            job,
+            command,
+            times or [],
+            str(folder.absolute()),
+            os.getcwd(),
+            measured_profiles(profiles, opened.fleet),
+        )
         body = {
             "command": "submit",
             "job": to_json(prepared.job),

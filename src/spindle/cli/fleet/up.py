@@ -51,6 +51,9 @@ def up(
         float,
         typer.Option("--grace", metavar="SECONDS", help="How long a job may take to save a checkpoint.", min=0),
     ] = 30.0,
+    view: Annotated[
+        bool, typer.Option("--view", help="Serve the report live, to browsers of this machine alone.")
+    ] = False,
 ) -> None:
     """Run the scheduler of a fleet. Jobs are submitted with `spindle fleet submit`.
 
@@ -66,7 +69,7 @@ def up(
     """
     import signal
     import time
-    from contextlib import suppress
+    from contextlib import ExitStack, suppress
 
     from spindle.cli.terminal import notice
     from spindle.errors import InputError
@@ -97,7 +100,7 @@ def up(
             max_interval_s=max(interval, min(300.0, 10 * interval)),
         )
         opened = create_fleet(store, options, engine=engine, fake=fake, address=address, fleet=fleet)
-    with opened:
+    with opened, ExitStack() as stack:
         opened.take_lock()
         if kind := network_file_system(store):
             notice(f"{store} is on a network file system ({kind}): it is written without a write-ahead log, slower")
@@ -106,6 +109,10 @@ def up(
         received: list[int] = []
         for number in (signal.SIGINT, signal.SIGTERM):
             signal.signal(number, lambda number, _: received.append(number))
+        if view:
+            from spindle.report.live_view import serving
+
+            say(f"view: {stack.enter_context(serving(opened))}")
         say(f"{opened.fleet.cluster.name}: {opened.fleet.cluster.num_devices} devices; store {store}")
         try:
             live.run(lambda: bool(received))

@@ -65,15 +65,22 @@ def maximise(
     if capacity is None:
         capacity = given.capacity
     required = floor >= 0
-    worth = np.where(given.allowed & (utility > 0), utility, FORBIDDEN)
+    worth = worth_above(columns, utility, given.allowed, floor)
+    problem = (columns.first, columns.kind, columns.limit, columns.count, worth)
+    prices, bound = descend(*problem, required, capacity, given.prices, _MAX_SWEEPS)
+    cells, total = allocate(*problem, floor, required, given.held, capacity, columns.num_kinds, prices, _MAX_EXCHANGES)
+    return Choice(cells=cells, utility=float(total), bound=float(bound), prices=prices)
+
+
+def worth_above(columns: Columns, utility: FloatColumn, allowed: BoolColumn, floor: IntColumn) -> FloatColumn:
+    """The utilities of cells that may be chosen, and FORBIDDEN for others: a job with a floor may only do better, with
+    a cell that is worth more and no slower."""
+    required = floor >= 0
+    worth: FloatColumn = np.where(allowed & (utility > 0), utility, FORBIDDEN)
     if required.any():
-        # A job with a floor may only do better: worth more, and no slower.
         job = columns.job_of_cell
         least = np.where(required, utility[np.maximum(floor, 0)], FORBIDDEN)[job]
         slowest = np.where(required, columns.rate[np.maximum(floor, 0)], 0.0)[job]
         worth[(worth <= least) | (columns.rate < slowest)] = FORBIDDEN
         worth[floor[required]] = np.maximum(0.0, utility[floor[required]])
-    problem = (columns.first, columns.kind, columns.limit, columns.count, worth)
-    prices, bound = descend(*problem, required, capacity, given.prices, _MAX_SWEEPS)
-    cells, total = allocate(*problem, floor, required, given.held, capacity, columns.num_kinds, prices, _MAX_EXCHANGES)
-    return Choice(cells=cells, utility=float(total), bound=float(bound), prices=prices)
+    return worth

@@ -7,7 +7,7 @@ whole on devices run in parts. All of it becomes one list of passes with what th
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -352,6 +352,4 @@ def plan_of_orders(
         raise PlanError("a plan needs at least one pass")
     timed.sort(key=lambda entry: entry[:2])
     listed = [(slot, kind) for _, _, kind, slots in timed for slot in slots]
-    is_sharded = layout.shards_optimizer and any(chain.placement != SPREAD for chain in layout.chains)
-    setting = replace(setting_in(profile, layout), shard_optimizer=is_sharded)
-    return assemble_passes(profile, setting, planner, pieces, listed)
+    return assemble_passes(profile, setting_in(profile, layout), planner, pieces, listed)

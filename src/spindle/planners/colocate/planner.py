@@ -42,7 +42,7 @@ from spindle.planners.pipeline.chains import (
 from spindle.planners.pipeline.choose import choose_layout
 from spindle.planners.pipeline.planner import plan_pipeline
 from spindle.planners.pipeline.segments import Column
-from spindle.planners.pipeline.stages import NS, ranks_of_whole
+from spindle.planners.pipeline.stages import NS, owning_ranks_in, ranks_of_whole
 from spindle.profile import Profile
 from spindle.program import lower, posted_peaks, refuse_overfull
 from spindle.simulate import simulate
@@ -315,6 +315,13 @@ def schedule_parts(
                 f"that the language model has in flight, even if all is recomputed",
                 needed,
             )
+        if any(degree > 1 for _, degree in devices):
+            # Level work is not always a short step: the devices of a sequence group wait for each other.
+            alone = assigned_parts(profile, layout, replica, False, rules.is_in_turn)
+            ahead, lag, level = best[1]
+            order = ordered(passes_of(profile, layout, replica, alone, ahead, lag), budget, level, _LEVELS)
+            if order is not None and order.makespan_ns < best[0].makespan_ns:
+                devices, best = alone, (order, best[1])
         assigned.append(tuple(devices))
         orders.append(best[0])
         settings.append(best[1])
@@ -332,13 +339,16 @@ def _fitting(profile: Profile, scheduled: Scheduled, planner: str, rules: Rules,
     attempt to attempt, as in planner `pipeline`."""
     layout, limit = scheduled.layout, profile.cluster.kind.memory_bytes
     num_devices = layout.num_ranks * layout.tensor_degree
+    owning_ranks = tuple(sorted(owning_ranks_in(profile.graph, layout).items()))
     budgets = [activation_budgets(profile, layout, replica) for replica in scheduled.replicas]
     for _ in range(_ATTEMPTS):
         plan = plan_of_orders(profile, layout, planner, scheduled.replicas, scheduled.assigned, scheduled.orders)
         program = lower(plan, profile)
         timeline = simulate(program, profile)
         plan = replace(plan, makespan_s=timeline.makespan_s)
-        peaks = np.maximum(timeline.peak_bytes(), posted_peaks(program, profile, range(profile.cluster.num_devices)))
+        # A device holds the weights of its chains also in steps that do not use them there.
+        owned = replace(program, owning_ranks=owning_ranks)
+        peaks = np.maximum(timeline.peak_bytes(), posted_peaks(owned, profile, range(profile.cluster.num_devices)))
         excess = (peaks - limit).reshape(layout.num_replicas, num_devices)
         if excess.max() <= 0:
             break
@@ -361,11 +371,12 @@ def choose_colocation(
     part_profiles: Sequence[Profile],
     split_profiles: Sequence[Profile],
     num_ranks: int,
-    shards_optimizer: bool = True,
+    shards_optimizer: bool | None = None,
 ) -> tuple[Profile, Layout]:
     """Choose placement, tensor degree and parts of encoders for a system, on a batch that stands for all: among
     profiles whose item calls are in parts, the first of them in whole calls, by the lengths of their schedules; the
-    best of these against planner `pipeline` on `split_profiles`, by simulation."""
+    best of these against planner `pipeline` on `split_profiles`, by simulation. The optimizer is sharded where encoders
+    stand whole, unless `shards_optimizer` decides."""
     system = SYSTEMS[planner]
     ahead, lag = system.rules.ahead, system.rules.lag
     rules = replace(system.rules, ahead=(ahead[0], *ahead[1:][-1:]), lag=(lag[0], *lag[1:][-1:]), levels=(_LEVELS, 0))
@@ -376,7 +387,7 @@ def choose_colocation(
     candidates = [
         (_work_s(profile, layout, known), profile, layout)
         for profile in (part_profiles[:1] if system.whole_calls else part_profiles[1:])
-        for layout in layouts_with(profile, num_ranks, system.placements, shards_optimizer)
+        for layout in layouts_with(profile, num_ranks, system.placements, shards_optimizer is not False)
         if not system.whole_calls or all(chain.tensor_degree in (0, layout.tensor_degree) for chain in layout.chains)
     ]
     for work_s, profile, layout in sorted(candidates, key=lambda candidate: candidate[0]):
@@ -392,10 +403,11 @@ def choose_colocation(
     ]
     best = min(finalists, key=lambda entry: entry[0], default=None)
     if not system.may_spread and not part_profiles:
-        return split_profiles[0], baseline_layouts("static", split_profiles[0], num_ranks)[0]
+        layout = baseline_layouts("static", split_profiles[0], num_ranks)[0]
+        return split_profiles[0], replace(layout, shards_optimizer=shards_optimizer is True)
     if system.may_spread and split_profiles:
         try:
-            profile, layout = choose_layout(split_profiles, num_ranks)
+            profile, layout = choose_layout(split_profiles, num_ranks, shards_optimizer is True)
             if best is None:
                 return profile, layout
             spread = plan_pipeline(profile, PlanOptions(evaluations=_EVALUATIONS, layouts=(layout,)))

@@ -20,7 +20,7 @@ from spindle.profile import Profile
 Loads = NDArray[np.float64]
 
 
-def layout_of(profile: Profile, num_ranks: int, chains: Sequence[Chain]) -> Layout:
+def layout_of(profile: Profile, num_ranks: int, chains: Sequence[Chain], shards_optimizer: bool = False) -> Layout:
     """Chains on the devices of a profile."""
     degree = tensor_degree_of(profile)
     num_replicas, rest = divmod(profile.cluster.num_devices, num_ranks * degree)
@@ -29,7 +29,13 @@ def layout_of(profile: Profile, num_ranks: int, chains: Sequence[Chain]) -> Layo
             f"{num_ranks} pipeline ranks of {degree} devices need a multiple of {num_ranks * degree} devices, got "
             f"{profile.cluster.num_devices}"
         )
-    return Layout(num_ranks=num_ranks, num_replicas=num_replicas, tensor_degree=degree, chains=tuple(chains))
+    return Layout(
+        num_ranks=num_ranks,
+        num_replicas=num_replicas,
+        tensor_degree=degree,
+        chains=tuple(chains),
+        shards_optimizer=shards_optimizer,
+    )
 
 
 def tensor_degree_of(profile: Profile) -> int:

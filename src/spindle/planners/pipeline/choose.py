@@ -35,14 +35,18 @@ class Candidate:
     work_s: float
 
 
-def choose_layout(profiles: Sequence[Profile], num_ranks: int) -> tuple[Profile, Layout]:
+def choose_layout(
+    profiles: Sequence[Profile], num_ranks: int, shards_optimizer: bool = False
+) -> tuple[Profile, Layout]:
     """Choose among profiles of one batch, which differ in how microbatches are split, and among layouts.
 
     All are searched for a moment, those with least work first and none whose work alone is longer than what was found
-    before; the best few are searched longer.
+    before; the best few are searched longer. With `shards_optimizer`, replicas share the optimizer state.
     """
     different = {profile.graph.fingerprint: profile for profile in reversed(profiles)}  # the first of equal ones
-    candidates = [candidate for profile in different.values() for candidate in _candidates(profile, num_ranks)]
+    candidates = [
+        candidate for profile in different.values() for candidate in _candidates(profile, num_ranks, shards_optimizer)
+    ]
     lengths: list[tuple[float, int, Candidate]] = []  # seconds, pairs
     refusals: list[DoesNotFitError] = []
     for candidate in sorted(candidates, key=lambda candidate: candidate.work_s):
@@ -64,9 +68,9 @@ def choose_layout(profiles: Sequence[Profile], num_ranks: int) -> tuple[Profile,
     return chosen.profile, chosen.layout
 
 
-def pipeline_layout(profile: Profile, num_ranks: int) -> Layout:
+def pipeline_layout(profile: Profile, num_ranks: int, shards_optimizer: bool = False) -> Layout:
     """Choose where the chunks of each module are placed, on a representative batch."""
-    return choose_layout([profile], num_ranks)[1]
+    return choose_layout([profile], num_ranks, shards_optimizer)[1]
 
 
 def _searched(candidate: Candidate, evaluations: int) -> tuple[float, int]:
@@ -77,13 +81,14 @@ def _searched(candidate: Candidate, evaluations: int) -> tuple[float, int]:
     return makespan_ns / NS, sum(batch.segments.num_pairs for batch in batches)
 
 
-def _candidates(profile: Profile, num_ranks: int) -> list[Candidate]:
+def _candidates(profile: Profile, num_ranks: int, shards_optimizer: bool) -> list[Candidate]:
     """Layouts with each module cut by itself, that pass the ranks more or less often."""
     loads, natural, rows = layer_loads(profile), natural_rounds(profile), modules_in_rows(profile.graph)
     rounds = [{module: factor * count for module, count in natural.items()} for factor in _FACTORS]
     rounds += [dict.fromkeys(natural, count) for count in _ROUNDS]
     layouts = dict.fromkeys(
-        layout_of(profile, num_ranks, separate_chains(loads, counts, num_ranks, rows)) for counts in rounds
+        layout_of(profile, num_ranks, separate_chains(loads, counts, num_ranks, rows), shards_optimizer)
+        for counts in rounds
     )
     candidates = []
     for layout in layouts:

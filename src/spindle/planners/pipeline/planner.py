@@ -22,7 +22,7 @@ from spindle.planners.pipeline.gates import least_caps
 from spindle.planners.pipeline.interleave import Schedule
 from spindle.planners.pipeline.search import SearchResult, search
 from spindle.planners.pipeline.segments import Column, Segments
-from spindle.planners.pipeline.stages import Batch, batches_of, plan_of
+from spindle.planners.pipeline.stages import Batch, batches_of, owning_ranks_in, plan_of
 from spindle.profile import Profile
 from spindle.program import lower, posted_peaks, refuse_overfull
 from spindle.simulate import simulate
@@ -97,6 +97,7 @@ def fitting_plan(
     measures the bytes in flight. The bound of the workload is that of the profile, unless given.
     """
     limit = profile.cluster.kind.memory_bytes
+    owning_ranks = tuple(sorted(owning_ranks_in(profile.graph, layout).items()))
     activation_budgets = [batch.activation_budget for batch in batches]
     for attempt in range(_ATTEMPTS):
         is_trial = has_trial and attempt == 0
@@ -108,7 +109,9 @@ def fitting_plan(
         # Members of a tensor parallel group hold the same.
         peak_bytes = timeline.peak_bytes().reshape(-1, layout.tensor_degree).max(axis=1)
         first_members = range(0, profile.cluster.num_devices, layout.tensor_degree)
-        peak_bytes = np.maximum(peak_bytes, posted_peaks(program, profile, first_members))
+        # A device holds the weights of its chunks also in steps that do not use them.
+        owned = replace(program, owning_ranks=owning_ranks)
+        peak_bytes = np.maximum(peak_bytes, posted_peaks(owned, profile, first_members))
         by_rank = peak_bytes.reshape(layout.num_replicas, layout.num_ranks)
         excesses = [by_rank[batch.replica] - limit for batch in batches]
         if max(excess.max() for excess in excesses) <= 0 and not is_trial:

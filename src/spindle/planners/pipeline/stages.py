@@ -8,7 +8,7 @@ time, are worked out once.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 
 import numpy as np
@@ -81,15 +81,14 @@ def batches_of(profile: Profile, layout: Layout) -> list[Batch]:
 
 
 def setting_in(profile: Profile, layout: Layout) -> Setting:
-    """The setting of a layout: the tensor degree of each module."""
-    return profile.setting(
-        {
-            module: chain.tensor_degree or layout.tensor_degree
-            for chain in layout.chains
-            for module in chain.modules
-            if module in profile.graph.modules
-        }
-    )
+    """The setting of a layout: the tensor degree of each module, and whether the optimizer is sharded."""
+    degrees = {
+        module: chain.tensor_degree or layout.tensor_degree
+        for chain in layout.chains
+        for module in chain.modules
+        if module in profile.graph.modules
+    }
+    return profile.setting(degrees, shard_optimizer=layout.shards_optimizer)
 
 
 def plan_of(
@@ -122,7 +121,8 @@ def plan_of(
         for rank, position in zip(rank_of[by_start].tolist(), place[by_start].tolist(), strict=True):
             slots, kind = numbers[schedule.pair[rank, position], rank], int(schedule.kind[rank, position])
             order += [(slot, _KINDS[kind]) for slot in (slots if _KINDS[kind] == FORWARD else reversed(slots))]
-    return assemble_passes(profile, profile.default_setting, planner, pieces, order)
+    setting = replace(profile.default_setting, shard_optimizer=layout.shards_optimizer)
+    return assemble_passes(profile, setting, planner, pieces, order)
 
 
 def shares_of_replicas(profile: Profile, layout: Layout) -> list[list[str]]:
@@ -573,11 +573,13 @@ def owning_ranks_in(graph: MetaGraph, layout: Layout) -> dict[int, tuple[int, ..
 def held_bytes(profile: Profile, layout: Layout) -> tuple[Column, Column]:
     """Bytes of weights, gradients and optimizer on a device of each rank, and the nanoseconds of its optimizer's step.
 
-    Where a chain stands whole on several groups, they share the optimizer state, if the layout says so.
+    Where a chain stands whole on several groups, or there are replicas, they share the optimizer state, if the layout
+    says so.
     """
     graph = profile.graph
     degree_of: dict[int, int] = {}
     owners_of: dict[int, int] = {}
+    num_replicas = layout.num_replicas if layout.shards_optimizer else 1
     for chain in layout.chains:
         degree = chain.tensor_degree or layout.tensor_degree
         seen: set[tuple[str | None, int]] = set()
@@ -587,12 +589,12 @@ def held_bytes(profile: Profile, layout: Layout) -> tuple[Column, Column]:
                 num_groups = len(ranks_of_whole(layout, chain)) * layout.tensor_degree // degree
                 for parameter in (parameter for layer in op.parameters for parameter in layer):
                     degree_of[parameter] = degree
-                    owners_of[parameter] = num_groups * layout.num_replicas if layout.shards_optimizer else 1
+                    owners_of[parameter] = num_groups * num_replicas if layout.shards_optimizer else 1
     static = np.zeros(layout.num_ranks, dtype=np.int64)
     elements = np.zeros(layout.num_ranks)
     for rank, parameters in enumerate(held_by_ranks(graph, layout)):
         for parameter in parameters:
-            degree, owners = degree_of.get(parameter, layout.tensor_degree), owners_of.get(parameter, 1)
+            degree, owners = degree_of.get(parameter, layout.tensor_degree), owners_of.get(parameter, num_replicas)
             static[rank] += state_bytes(graph, parameter, degree, owners)
             if graph.parameters[parameter].trainable:
                 elements[rank] += graph.parameters[parameter].elements_at(degree) / owners

@@ -772,6 +772,7 @@ function show(report, timelines) {
     place: (/** @type {number} */ number, /** @type {number} */ span) => { const spans = timelines[number]; return pointOf(spans, span, (spans.start[span] + spans.end[span]) / 2); },
     at: (/** @type {number} */ number, /** @type {number} */ rank, /** @type {number} */ time) => { const band = bandOf(timelines[number], rank, 0); return [xOf(time), band ? yOf(band.top + band.height / 2) : AXIS]; },
     causes: (/** @type {number} */ number, /** @type {number} */ rank, /** @type {number} */ time) => { const gap = gapAt(timelines[number], rank, time); return gap && { ...gap, chain: causesOfGap(timelines[number], gap) }; },
+    chosenJob: () => chosenJob,
     firstPicture,
   };
 }

@@ -5,6 +5,7 @@ In a round every rank stages its part in its own memory, publishes that, and, on
     broadcast        root stages                  all read root
     all-gather       each stages its part         all read all
     reduce-scatter   each stages everything       each reduces its slice
+    all-to-all       each stages everything       each reads its slices
     all-reduce       reduce-scatter, then all-gather of the slices; a small one is one round, where all read all
 
 Rounds of a memory backend alternate between two halves of a segment. A rank stages round n + 2 only after all ranks
@@ -165,6 +166,15 @@ class Collectives:
                 if any(parts.in_place):
                     yield from self._run_round(job, 0, signals=True)  # all have read; their owners may write
                 first = last
+
+    def all_to_all(self, job: Job, outputs: list[torch.Tensor], inputs: list[torch.Tensor]) -> Steps:
+        """Read what each rank has for this one."""
+        targets, sources = ([flat_bytes(tensor) for tensor in tensors] for tensors in (outputs, inputs))
+        for first, last in _chunks(targets[0].numel(), job.backend.half_bytes[-1] // self._size):
+            stage = _staging([source[first:last] for source in sources])
+            parts = yield from self._run_round(job, self._size * (last - first), stage)
+            own = slice(self._rank * (last - first), (self._rank + 1) * (last - first))
+            _copy_all([target[first:last] for target in targets], [part[own] for part in parts.tensors])
 
     def all_reduce(self, job: Job, tensors: list[torch.Tensor], reduction: Reduction, is_mean: bool) -> Steps:
         for tensor in tensors:

@@ -1,6 +1,6 @@
 """The few calls of the CUDA driver API that torch does not offer, through ctypes: IPC memory handles, stream memory
-operations, and graphs made of other graphs. All act on the context that is current in the calling thread, which is
-torch's.
+operations, graphs made of other graphs, and green contexts. All act on the context that is current in the calling
+thread, which is torch's.
 """
 
 from __future__ import annotations
@@ -17,10 +17,25 @@ _WAIT = struct.Struct("=I4xQQI4xQ8x")  # CUstreamBatchMemOpParams: operation, ad
 _WAIT_VALUE_64 = 4
 _BUFFER_ID = 7  # CU_POINTER_ATTRIBUTE_BUFFER_ID
 _AT_LEAST = 0  # a wait ends when the word, as a signed difference, has reached the value
+_SM_RESOURCE = 1  # CU_DEV_RESOURCE_TYPE_SM
+_DEFAULT_STREAM = 1  # CU_GREEN_CTX_DEFAULT_STREAM, without which no green context is created
+_NON_BLOCKING = 1  # CU_STREAM_NON_BLOCKING
+_MOST_GROUPS = 1024
 
 
 class _Handle(ctypes.Structure):
     _fields_ = (("bytes", ctypes.c_char * HANDLE_BYTES),)
+
+
+class SmResource(ctypes.Structure):
+    """CUdevResource, of type SM."""
+
+    _fields_ = (
+        ("type", ctypes.c_int),
+        ("_internal", ctypes.c_ubyte * 92),
+        ("num_sms", ctypes.c_uint),
+        ("_external", ctypes.c_ubyte * 44),
+    )
 
 
 class Driver:
@@ -75,6 +90,12 @@ class Driver:
         assert node.value
         return node.value
 
+    def add_event_record(self, graph: int, event: int, needs: Sequence[int]) -> None:
+        """A node that records an event, anew in each launch, after the nodes that it needs."""
+        node, before = ctypes.c_void_p(), (ctypes.c_void_p * max(1, len(needs)))(*needs)
+        position = (ctypes.byref(node), ctypes.c_void_p(graph), before, ctypes.c_size_t(len(needs)))
+        self._call("cuGraphAddEventRecordNode", *position, ctypes.c_void_p(event))
+
     def instantiate_graph(self, graph: int) -> int:
         """An executable form of a graph, which is destroyed."""
         executable = ctypes.c_void_p()
@@ -92,6 +113,72 @@ class Driver:
 
     def destroy_executable(self, executable: int) -> None:
         self._call("cuGraphExecDestroy", ctypes.c_void_p(executable))
+
+    @property
+    def has_green_contexts(self) -> bool:
+        """Whether this driver can give streams a part of the SMs."""
+        return hasattr(self._library, "cuGreenCtxStreamCreate")
+
+    def split_sms(self, device: int) -> tuple[list[SmResource], SmResource]:
+        """The SMs of a device in the smallest groups that the driver grants, all equal, and those that are left."""
+        whole, rest, count = SmResource(), SmResource(), ctypes.c_uint(_MOST_GROUPS)
+        self._call("cuDeviceGetDevResource", self._device(device), ctypes.byref(whole), ctypes.c_int(_SM_RESOURCE))
+        flags, least = ctypes.c_uint(0), ctypes.c_uint(1)
+        groups = (SmResource * _MOST_GROUPS)()
+        self._call(
+            "cuDevSmResourceSplitByCount",
+            groups,
+            ctypes.byref(count),
+            ctypes.byref(whole),
+            ctypes.byref(rest),
+            flags,
+            least,
+        )
+        return list(groups[: count.value]), rest
+
+    def green_stream(self, device: int, resources: Sequence[SmResource]) -> int:
+        """A stream in a green context with the SMs of these resources, all of one split. The context lives until the
+        process ends."""
+        description, context, stream = ctypes.c_void_p(), ctypes.c_void_p(), ctypes.c_void_p()
+        self._call(
+            "cuDevResourceGenerateDesc",
+            ctypes.byref(description),
+            (SmResource * len(resources))(*resources),
+            ctypes.c_uint(len(resources)),
+        )
+        self._call(
+            "cuGreenCtxCreate",
+            ctypes.byref(context),
+            description,
+            self._device(device),
+            ctypes.c_uint(_DEFAULT_STREAM),
+        )
+        self._call(
+            "cuGreenCtxStreamCreate", ctypes.byref(stream), context, ctypes.c_uint(_NON_BLOCKING), ctypes.c_int(0)
+        )
+        assert stream.value
+        return stream.value
+
+    def _device(self, number: int) -> ctypes.c_int:
+        device = ctypes.c_int()
+        self._call("cuDeviceGet", ctypes.byref(device), ctypes.c_int(number))
+        return device
+
+    def load_kernel(self, ptx: bytes, name: bytes) -> int:
+        """A kernel that runs in the context of the stream on which it is launched."""
+        library, kernel = ctypes.c_void_p(), ctypes.c_void_p()
+        options = (None, None, ctypes.c_uint(0)) * 2
+        self._call("cuLibraryLoadData", ctypes.byref(library), ctypes.c_char_p(ptx), *options)
+        self._call("cuLibraryGetKernel", ctypes.byref(kernel), library, ctypes.c_char_p(name))
+        assert kernel.value
+        return kernel.value
+
+    def launch_kernel(
+        self, kernel: int, stream: int, num_blocks: int, num_threads: int, arguments: Sequence[ctypes._SimpleCData[int]]
+    ) -> None:
+        addresses = (ctypes.c_void_p * len(arguments))(*(ctypes.addressof(argument) for argument in arguments))
+        sizes = (ctypes.c_uint(size) for size in (num_blocks, 1, 1, num_threads, 1, 1, 0))
+        self._call("cuLaunchKernel", ctypes.c_void_p(kernel), *sizes, ctypes.c_void_p(stream), addresses, None)
 
     def export(self, address: int) -> bytes:
         """The IPC handle by which another process maps this allocation."""

@@ -3,14 +3,14 @@
 NCCL refuses two ranks on one GPU, and gloo cannot send CUDA tensors. Here tensors pass through memory that all ranks of
 a group map: GPU memory by CUDA IPC, host memory by shared memory (`memory_backend`). The thread that waits for an
 operation carries it out, or else a background thread (`transport`). Send and receive, all-reduce, all-gather,
-reduce-scatter, broadcast and barrier work on CPU and CUDA tensors in one group; DDP runs on it unchanged. Times say
-nothing about links between GPUs.
+reduce-scatter, all-to-all of equal parts, broadcast and barrier work on CPU and CUDA tensors in one group; DDP runs on
+it unchanged. Times say nothing about links between GPUs.
 
 As with NCCL, waiting for an operation on CUDA tensors makes the current stream wait. The host waits only until the
 operation is enqueued, for which all ranks that take part must have called it.
 
-Left out: `reduce`, `gather`, `scatter`, all-to-all, and what calls a backend from C++ other than DDP (functional
-collectives, DTensor): torch does not let a backend in Python serve those.
+Left out: `reduce`, `gather`, `scatter`, all-to-all of unequal parts, and what calls a backend from C++ other than DDP
+(functional collectives, DTensor): torch does not let a backend in Python serve those.
 """
 
 # mypy: disable-error-code="override, assignment"
@@ -209,6 +209,29 @@ class IpcGroup(dist.ProcessGroup):
         steps = self._transport.collectives.reduce_scatter
         job = self._transport.start(name, tensors, lambda job: steps(job, pairs, reduction, is_mean))
         return self._work(job, outputs)
+
+    def all_to_all_single(
+        self,
+        output: torch.Tensor,
+        given: torch.Tensor,
+        output_sizes: Sequence[int] = (),
+        input_sizes: Sequence[int] = (),
+        opts: Any = None,
+    ) -> IpcWork:
+        if len({*output_sizes}) > 1 or len({*input_sizes}) > 1:
+            raise ValueError(
+                f"{BACKEND} exchanges parts of one size in an all-to-all, got {list(input_sizes)} and "
+                f"{list(output_sizes)}; pad them"
+            )
+        if output.numel() != given.numel():
+            raise ValueError(f"all_to_all: {given.numel()} elements do not become {output.numel()}")
+        tensors = _checked([output, given])
+        outputs, inputs = self._parts(output), self._parts(given)
+        steps = self._transport.collectives.all_to_all
+        job = self._transport.start("all_to_all", tensors, lambda job: steps(job, outputs, inputs))
+        return self._work(job, [output])
+
+    alltoall_base = all_to_all_single
 
     def barrier(self, opts: Any = None) -> IpcWork:
         """Once it is done, so is all work that any rank had started before, on the host or its current stream."""

@@ -1,0 +1,250 @@
+"""Processes of one rank that decode microbatches ahead of time.
+
+A process is asked over a pipe and answers with one tensor in shared memory, so that a step takes few file descriptors.
+It ends with its pipe, or when its parent is gone. Errors are raised where the answer is taken, with the sample at which
+they happened; also if the process itself is gone.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import pickle
+import signal
+import traceback
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from math import prod
+from multiprocessing.connection import Connection, wait
+from typing import Any
+
+import torch
+import torch.multiprocessing
+
+from spindle.data.decode import Decoder, Microbatch, SampleNumber, Wanted
+from spindle.errors import InputError, SpindleError, TrainingError
+
+_PARENT_POLL_S = 0.5  # how often an idle process looks whether its parent is there
+_END_S = 5.0  # for a process to end by itself
+_ALIGNMENT = 64
+Count = Callable[[Any], int]
+
+
+@dataclass(frozen=True, slots=True)
+class _Request:
+    number: int
+    microbatch: Microbatch
+    wanted: Wanted
+    counts: bool  # only the tokens of the batch are wanted
+
+
+@dataclass(frozen=True, slots=True)
+class _Packed:
+    """A batch as one tensor of bytes: by entry, its dtype, its shape and where it begins."""
+
+    flat: torch.Tensor
+    entries: tuple[tuple[str, torch.dtype, tuple[int, ...], int], ...]
+
+
+@dataclass(frozen=True, slots=True)
+class _Failure:
+    message: str
+    details: str = ""
+
+
+class DecodeWorkers:
+    """Worker processes of one task's data. `task` is its name, for errors; `count` counts the tokens of a batch."""
+
+    def __init__(
+        self, decoder: Decoder, num_workers: int, context: str | None, task: str, count: Count | None = None
+    ) -> None:
+        self._task = task
+        self._sources = list(decoder.datasets)
+        self._number = 0
+        self._answers: dict[int, Any] = {}
+        self._dropped: set[int] = set()
+        start: Any = torch.multiprocessing.get_context(context)
+        self._connections: list[Connection] = []
+        self._processes: list[Any] = []
+        self._current: list[Any] = []  # of each process: the sample that it reads
+        self._requested: list[dict[int, None]] = []  # of each process: requests without an answer, in order
+        try:
+            for _ in range(num_workers):
+                ours, theirs = start.Pipe()
+                current = start.RawArray("q", [-1, -1])
+                # Copies of our ends of the pipes would keep a process from noticing that we are gone.
+                inherited = [*self._connections, ours] if start.get_start_method() == "fork" else []
+                process = start.Process(
+                    target=_serve,
+                    args=(theirs, inherited, decoder, count, current),
+                    daemon=True,
+                    name=f"decoding {task}",
+                )
+                process.start()
+                theirs.close()
+                self._connections.append(ours)
+                self._processes.append(process)
+                self._current.append(current)
+                self._requested.append({})
+        except (pickle.PicklingError, AttributeError, TypeError) as error:
+            self.close()
+            raise InputError(
+                f"task {task!r}: its balanced data cannot be sent to worker processes ({error}); define datasets and "
+                'tokens= at the top of a module, or take balanced(multiprocessing_context="fork")'
+            ) from error
+
+    def ask(self, microbatch: Microbatch, wanted: Wanted, *, counts: bool = False) -> int:
+        """Start to decode; returns a number to take it with."""
+        self._receive(0)
+        self._number += 1
+        idlest = min(range(len(self._processes)), key=lambda place: len(self._requested[place]))
+        self._requested[idlest][self._number] = None
+        with suppress(OSError):  # the process is gone, as is noticed when the answer is taken
+            self._connections[idlest].send(_Request(self._number, microbatch, wanted, counts))
+        return self._number
+
+    def take(self, number: int) -> Any:
+        """What was decoded, or the tokens that were counted."""
+        while number not in self._answers:
+            self._receive(None)
+            for place, process in enumerate(self._processes):
+                if number in self._requested[place] and process.exitcode is not None:
+                    self._receive(0)  # what it sent before it ended
+                    if number not in self._answers:
+                        self._answers[number] = self._lost(place)
+        answer = self._answers.pop(number)
+        if isinstance(answer, _Failure):
+            error = TrainingError(answer.message)
+            if answer.details:
+                error.add_note(answer.details)
+            raise error
+        return answer
+
+    def drop(self, number: int) -> None:
+        """The answer is not wanted any more."""
+        if self._answers.pop(number, None) is None:
+            self._dropped.add(number)
+
+    def _receive(self, timeout_s: float | None) -> None:
+        """Take the answers that are there; without a timeout wait until one is, or a process ends."""
+        busy = [place for place, requests in enumerate(self._requested) if requests]
+        connections = {id(self._connections[place]): place for place in busy}
+        sentinels = [self._processes[place].sentinel for place in busy] if timeout_s is None else []
+        for ready in wait([*(self._connections[place] for place in busy), *sentinels], timeout_s):
+            place = connections.get(id(ready))
+            while place is not None and self._requested[place] and self._connections[place].poll():
+                try:
+                    number, answer = self._connections[place].recv()
+                except (EOFError, OSError):  # it ended, perhaps before we took the shared memory of its answer
+                    for number in self._requested[place]:
+                        self._answers[number] = self._lost(place)
+                    self._requested[place].clear()
+                    break
+                self._requested[place].pop(number, None)
+                if number in self._dropped:
+                    self._dropped.discard(number)
+                else:
+                    self._answers[number] = _unpacked(answer) if isinstance(answer, _Packed) else answer
+
+    def _lost(self, place: int) -> _Failure:
+        process = self._processes[place]
+        process.join(_END_S)
+        source, number = self._current[place]
+        where = f" at sample {number} of {self._sources[source]!r}" if source >= 0 else ""
+        code = process.exitcode
+        how = f"was ended by signal {signal.Signals(-code).name}" if code and code < 0 else f"ended with code {code}"
+        hint = "; is /dev/shm full?" if code == -signal.SIGBUS else "; was memory short?" if code == -9 else ""
+        return _Failure(
+            f"task {self._task!r}: worker process {place} of its balanced data (pid {process.pid}) {how}{where}{hint}"
+        )
+
+    def close(self) -> None:
+        """End all processes."""
+        for connection in self._connections:
+            connection.close()
+        for process in self._processes:
+            process.terminate()
+        for process in self._processes:
+            process.join(_END_S)
+            if process.exitcode is None:
+                process.kill()
+                process.join()
+            process.close()
+        self._connections, self._processes, self._requested, self._answers = [], [], [], {}
+
+
+def _serve(
+    connection: Connection,
+    inherited: Sequence[Connection],
+    decoder: Decoder,
+    count: Count | None,
+    current: Any,
+) -> None:
+    """Decode what is asked for until the pipe ends."""
+    for other in inherited:
+        other.close()
+    # A rank's handlers are for the rank; Ctrl-C ends the rank, and that ends this process.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    torch.set_num_threads(1)
+    parent = multiprocessing.parent_process()
+    assert parent is not None
+    started_by = os.getppid()
+    sources = list(decoder.datasets)
+
+    def watch(sample: SampleNumber) -> None:
+        current[:] = (sources.index(sample.source), sample.number)
+
+    decoder = replace(decoder, watch=watch)
+    try:
+        while True:
+            while not connection.poll(_PARENT_POLL_S):
+                # A process that was forked later keeps `parent` open, and it looks alive as long as that one is.
+                if not parent.is_alive() or os.getppid() != started_by:
+                    return
+            request = connection.recv()
+            connection.send((request.number, _answer(decoder, count, request, current, sources)))
+            current[:] = (-1, -1)
+    except (EOFError, OSError):  # the rank has ended
+        return
+
+
+def _answer(decoder: Decoder, count: Count | None, request: _Request, current: Any, sources: Sequence[str]) -> Any:
+    current[:] = (-1, -1)
+    try:
+        batch = decoder.decode(request.microbatch, request.wanted)
+        current[:] = (-1, -1)
+        if request.counts:
+            assert count is not None
+            return int(count(batch))
+        return _pack(batch)
+    except SpindleError as error:
+        return _Failure(str(error))
+    except Exception as error:
+        source, number = current
+        what = "the tokens of a batch could not be counted"
+        if source >= 0:
+            what = f"sample {number} of {sources[source]!r} could not be decoded"
+        message = f"balanced data: {what}: {type(error).__name__}: {error}"
+        return _Failure(message, f"in worker process {os.getpid()}:\n{traceback.format_exc()}")
+
+
+def _pack(batch: dict[str, Any]) -> _Packed:
+    entries, begin = [], 0
+    for name, tensor in batch.items():
+        entries.append((name, tensor.dtype, tuple(tensor.shape), begin))
+        begin += -(-tensor.numel() * tensor.element_size() // _ALIGNMENT) * _ALIGNMENT
+    flat: torch.Tensor = torch.empty(begin, dtype=torch.uint8)
+    flat = flat.share_memory_()  # type: ignore[no-untyped-call]
+    for (_, dtype, shape, first), tensor in zip(entries, batch.values(), strict=True):
+        _view(flat, dtype, shape, first).copy_(tensor)
+    return _Packed(flat, tuple(entries))
+
+
+def _unpacked(packed: _Packed) -> dict[str, torch.Tensor]:
+    return {name: _view(packed.flat, dtype, shape, first) for name, dtype, shape, first in packed.entries}
+
+
+def _view(flat: torch.Tensor, dtype: torch.dtype, shape: tuple[int, ...], first: int) -> torch.Tensor:
+    return flat[first : first + prod(shape) * dtype.itemsize].view(dtype).view(shape)

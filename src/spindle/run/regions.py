@@ -1,0 +1,118 @@
+"""Regions: passes of a rank, on one or several lanes, that are launched together as one CUDA graph.
+
+With several ranks a step cannot be one graph, because communication comes in between. But a rank launches many passes
+without waiting for another rank in the meantime: up to its first message all lanes, for example, or all layers of a
+tower that begins with a received batch. The graphs of these passes become children of one graph, in which lanes are
+branches, so that no lane waits for the host between its passes.
+
+A region adds no waiting, except for the fourth region before it, which is launched from the same stream. What it waits
+for as a whole, each of its passes waits for anyway; and what needs one of its passes waits for that one, by an event
+that the graph records, not for the whole region. Where that cannot be had, or a pass needs more than its graph (it
+joins rows of several ranks, or sums gradients of several consumers), a new region begins. Passes without a graph run
+eagerly in between. A step that is timed launches pass by pass.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Mapping, Sequence
+
+import torch
+
+from spindle.run.composed_graph import ComposedGraph
+
+
+class Region:
+    """Passes by instruction number, in the order in which the host launches them. `needs` has, for each, those of the
+    region that it follows on its lane or waits for; `awaited` are those that something outside waits for."""
+
+    def __init__(self, needs: Mapping[int, frozenset[int]], awaited: Collection[int] = ()) -> None:
+        self.needs, self._awaited = needs, tuple(awaited)
+        self.events: dict[int, torch.cuda.Event] = {}  # behind passes that are awaited, anew in each replay
+        self._graphs: dict[int, torch.cuda.CUDAGraph] = {}
+        self._composed: ComposedGraph | None = None
+        self.failure: str | None = None  # why its graphs are launched one by one
+
+    @classmethod
+    def of_one(cls, position: int) -> Region:
+        """An instruction that is launched by itself."""
+        return cls({position: frozenset()})
+
+    @property
+    def positions(self) -> tuple[int, ...]:
+        return tuple(self.needs)
+
+    def add_graph(self, position: int, graph: torch.cuda.CUDAGraph) -> None:
+        """Add the graph of a pass, captured with `keep_graph`. Passes that have nothing to run have none."""
+        self._graphs[position] = graph
+
+    def replay(self) -> None:
+        """Launch all passes on the current stream."""
+        if self._composed is None and self.failure is None:
+            try:
+                self._composed = self._compose()
+            except RuntimeError as error:  # of the driver
+                self.failure = str(error)
+        if self._composed is not None:
+            self._composed.replay()
+            return
+        for graph in self._graphs.values():
+            graph.replay()
+        for event in self.events.values():
+            event.record()
+
+    def _compose(self) -> ComposedGraph:
+        composed = ComposedGraph()
+        behind: dict[int, frozenset[int]] = {}  # by pass: the graphs that are done when it is
+        for position, needs in self.needs.items():
+            graphs = frozenset[int]().union(*(behind[needed] for needed in needs))
+            behind[position] = graphs
+            if position in self._graphs:
+                composed.add(position, self._graphs[position], graphs)
+                behind[position] = frozenset([position])
+        for position in self._awaited if torch.cuda.is_available() else ():
+            self.events[position] = torch.cuda.Event()  # type: ignore[no-untyped-call]
+            self.events[position].record()  # which makes it
+        for position, event in self.events.items():
+            composed.record_event(event.cuda_event, behind[position])
+        composed.instantiate()
+        return composed
+
+
+def region_positions(
+    positions: Sequence[int],
+    needs: Mapping[int, Collection[int]],
+    can_begin: Callable[[int], bool],
+    can_follow: Callable[[int], bool],
+) -> list[tuple[int, ...]]:
+    """Passes in the order of the host, cut into regions; of those that cannot be in one, each is alone.
+
+    `needs` has what each pass waits for: passes, the one before it on its lane among them, and messages.
+    """
+    # Ancestors as sets of bits, by pass: all that it waits for, directly or not. A pass joins a region if it waits for
+    # all that the region waits for, and if all passes of the region wait for what it brings along.
+    ancestors: dict[int, int] = {}
+    direct = {position: _bits(needs.get(position, ())) for position in positions}
+    for position in positions:
+        ancestors[position] = direct[position]
+        for needed in needs.get(position, ()):
+            ancestors[position] |= ancestors.get(needed, 0)
+    regions: list[list[int]] = []
+    members = outside = common = 0
+    is_open = False
+    for position in positions:
+        added = direct[position] & ~members
+        if is_open and can_follow(position) and not outside & ~ancestors[position] and not added & ~common:
+            regions[-1].append(position)
+            members, outside, common = members | 1 << position, outside | added, common & ancestors[position]
+            continue
+        regions.append([position])
+        is_open = can_begin(position)
+        members, outside, common = 1 << position, direct[position], ancestors[position]
+    return [tuple(region) for region in regions]
+
+
+def _bits(numbers: Collection[int]) -> int:
+    bits = 0
+    for number in numbers:
+        bits |= 1 << number
+    return bits
