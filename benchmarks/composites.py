@@ -1,20 +1,22 @@
 """Whole Hugging Face composites, `model(**batch).loss` as the task, in Spindle and without it:
 
-    python benchmarks/composites.py --output FILE.json                                       # one process
+    python benchmarks/composites.py --output FILE.json [--variants graphs,eager]             # one process
     spindle launch --virtual-devices 8 benchmarks/composites.py --output FILE.json           # one GPU as eight devices
-        [--only clip,llava] [--variants wavefront,ddp] [--budget-s 300] [--tiny] [--table FILE.md] [--commit HASH]
+        [--variants wavefront,sequential,ddp]
+    both: [--only clip,llava] [--budget-s 300] [--tiny] [--table FILE.md] [--commit HASH]
 
     clip     CLIP ViT-L/14, 428 M parameters, its own contrastive loss
     llava    LLaVA of 1 B parameters: the vision tower of CLIP ViT-L/14 at 336 pixels, a Llama of 0.7 B; token mean
 
-One process: Spindle eager, and with CUDA graphs (its default), beside a plain PyTorch loop under bfloat16 autocast, in
+One process: Spindle with CUDA graphs (its default), or eager, beside a plain PyTorch loop under bfloat16 autocast, in
 alternating rounds as in `one_gpu.py`. Several ranks: Spindle's planner, Spindle with every module on all devices
 (`sequential`), and torch's DistributedDataParallel over all ranks, with bfloat16 weights. Under DDP, the contrastive
 loss is over each rank's own rows, which is cheaper than that of the whole batch.
 
-The time of a step is that from one loss to the next as rank 0 sees them. A cell is in the file as soon as it is
-measured; cells that the file has are not measured again. Both ways of running write to the same file, and to the table
-beside it.
+The time of a step is that from one loss to the next as rank 0 sees them. A cell is one variant of one composite; it is
+in the file as soon as it is measured, and cells that the file has are not measured again. Both ways of running write to
+the same file, and to the table beside it. What was done is printed with the seconds since the start. In one process,
+models are initialised on the GPU: on a host this alone takes ten seconds for each copy.
 """
 
 from __future__ import annotations
@@ -22,6 +24,7 @@ from __future__ import annotations
 import argparse
 import gc
 import json
+import os
 import statistics
 import sys
 import time
@@ -49,11 +52,11 @@ from virtual.plain import make_optimizer
 from virtual.run import Experiment, about, attempt, free, shared_plan
 
 hf.logging.set_verbosity_error()
-PAIRS, ROUND_STEPS = 12, 14
+PAIRS, ROUND_STEPS = 6, 12
 WARM_UP, STEPS = 8, 20
-ONE_PROCESS = "one process"
+ONE_PROCESS = ("graphs", "eager")
 PLANNERS = ("wavefront", "sequential")
-VARIANTS = (*PLANNERS, "ddp")
+SEVERAL_RANKS = (*PLANNERS, "ddp")
 Batch = dict[str, Tensor]
 
 
@@ -142,28 +145,37 @@ def llava(tiny: bool) -> Composite:
 COMPOSITES = {"clip": clip, "llava": llava}
 
 
-def one_process(experiment: Experiment, name: str, pairs: int) -> None:
-    """Spindle and a plain loop in alternating rounds."""
-    if not experiment.todo(name, [ONE_PROCESS]):
-        return
+def one_process(experiment: Experiment, name: str, pairs: int, variants: list[str]) -> None:
+    """Spindle and a plain loop in alternating rounds, each variant in a cell of its own."""
     composite = COMPOSITES[name](experiment.small)
-    torch.manual_seed(1)
+    device = experiment.world.device
+
+    def make() -> dict[str, nn.Module]:
+        with device:
+            return {"model": composite.make()}
+
     case = Case(
-        modules=lambda: {"model": composite.make()},
+        modules=make,
         tasks={name: (composite.loss, lambda: composite.batch(composite.rows), composite.rows)},
         steps=6 if experiment.small else ROUND_STEPS,
-        autocast=torch.bfloat16 if experiment.world.device.type == "cuda" else None,
+        autocast=torch.bfloat16 if device.type == "cuda" else None,
     )
     until_s = experiment.begin_s + experiment.budget_s
-    experiment.measure(
-        f"{name}/{ONE_PROCESS}",
-        lambda: _with_median(measure_rounds(name, case, pairs, None, compiles=False, until_s=until_s)),
-    )
-    free()
+    for variant in experiment.todo(name, variants):
+        cell = f"{name}/{variant}"
+
+        def run(variant: str = variant, cell: str = cell) -> dict[str, Any]:
+            torch.manual_seed(1)
+            result = measure_rounds(name, case, pairs, None, [variant], until_s, partial(_say, experiment, cell))
+            return result | {"median_s": statistics.median(result["rounds_s"][variant])}
+
+        experiment.measure(cell, run)
+        free()
 
 
-def _with_median(result: dict[str, Any]) -> dict[str, Any]:
-    return result | {"median_s": statistics.median(result["rounds_s"]["graphs"])}
+def _say(experiment: Experiment, cell: str, text: str) -> None:
+    if experiment.world.rank == 0:
+        print(f"{time.monotonic() - experiment.begin_s:6.0f} s  {cell:26} {text}", flush=True)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -181,7 +193,8 @@ class Replica:
         dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
         composite = COMPOSITES[name](experiment.small)
         torch.manual_seed(0)
-        model = composite.make().to(device, dtype)
+        with device:
+            model = composite.make().to(dtype)
         torch.manual_seed(1)
         batch = {
             key: value.to(device, dtype if value.is_floating_point() else value.dtype)
@@ -201,7 +214,9 @@ def several_ranks(experiment: Experiment, name: str, variants: list[str]) -> Non
         )
         trainer = spindle.Trainer([task], optimizer=make_optimizer, seed=0, name=name)
         batches = {name: [replica.batch]}
+        _say(experiment, name, "built")
         profile, error = attempt(experiment.world, lambda: trainer.prepare(batches, progress=False))
+        _say(experiment, name, "traced and profiled")
         free()
         for variant in left:
             if profile is None:
@@ -224,11 +239,14 @@ def planner_cell(
     experiment: Experiment, trainer: spindle.Trainer, batches: dict[str, list[Batch]], planner: str
 ) -> dict[str, Any]:
     assert trainer.profile is not None
+    say = partial(_say, experiment, planner)
     plan = shared_plan(experiment, trainer.profile, planner)
+    say("planned")
     trainer.replan(plan=plan, keep_optimizer=False)
     warm_up, steps = _steps(experiment)
     known_s: list[float] = []
     trainer.fit(batches, steps=warm_up, progress=False)
+    say("warmed up")
     result = trainer.fit(
         batches, steps=steps, progress=False, on_step=lambda step, losses: known_s.append(time.perf_counter())
     )
@@ -260,9 +278,11 @@ def ddp_cell(experiment: Experiment, name: str) -> dict[str, Any]:
         optimizer.step()
         return loss.detach()
 
+    _say(experiment, "ddp", "built")
     warm_up, steps = _steps(experiment)
     known_s_of(step, warm_up)
     world.barrier()
+    _say(experiment, "ddp", "warmed up")
     return _times(experiment, known_s_of(step, steps))
 
 
@@ -280,21 +300,20 @@ def table(data: dict[str, Any]) -> str:
     """Tables of the cells that there are."""
     cells = {cell: result for cell, result in data["cells"].items() if "error" not in result}
     parts = []
-    rounds = {cell.split("/")[0]: result for cell, result in cells.items() if cell.endswith(ONE_PROCESS)}
+    rounds = {cell: result for cell, result in cells.items() if cell.split("/")[1] in ONE_PROCESS}
     if rounds:
-        rows = [row[:-1] for row in rows_of(rounds)]
+        rows = [[name, plain, graphs or eager] for name, plain, eager, graphs, _ in rows_of(rounds)]
         parts.append(
             "One process, bfloat16 autocast: the median of "
             f"{min(len(result['rounds_s']['plain']) for result in rounds.values())} or more pairs of rounds, and their "
-            "middle half.\n\n"
-            + markdown(["ms per step", "plain", "Spindle eager / plain", "Spindle graphs / plain"], rows)
+            "middle half.\n\n" + markdown(["ms per step", "plain", "Spindle / plain"], rows)
         )
-    names = [name for name in COMPOSITES if any(f"{name}/{variant}" in cells for variant in VARIANTS)]
+    names = [name for name in COMPOSITES if any(f"{name}/{variant}" in cells for variant in SEVERAL_RANKS)]
     if names:
         num_ranks = next(result["ranks"] for result in cells.values() if "ranks" in result)
         rows = []
         for name in names:
-            medians = {variant: cells.get(f"{name}/{variant}", {}).get("median_s") for variant in VARIANTS}
+            medians = {variant: cells.get(f"{name}/{variant}", {}).get("median_s") for variant in SEVERAL_RANKS}
             ours, ddp = medians["wavefront"], medians["ddp"]
             speedup = f"{ddp / ours:.2f}" if ours and ddp else ""
             rows.append([name, *(f"{time_s * 1e3:.1f}" if time_s else "" for time_s in medians.values()), speedup])
@@ -318,15 +337,17 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description="Whole composites in Spindle and without it.")
     parser.add_argument("--output", type=Path, required=True)
     parser.add_argument("--only", default=",".join(COMPOSITES), help="composites")
-    parser.add_argument("--variants", default=",".join(VARIANTS), help="of several ranks")
+    parser.add_argument("--variants", default="", help=f"{','.join(ONE_PROCESS)} or {','.join(SEVERAL_RANKS)}")
     parser.add_argument("--pairs", type=int, default=PAIRS, help="of rounds in one process")
     parser.add_argument("--budget-s", type=float, default=float("inf"), help="start no cell after so many seconds")
     parser.add_argument("--tiny", action="store_true", help="tiny models, to try it out")
     parser.add_argument("--table", type=Path, help="the table; beside the output unless given")
     parser.add_argument("--commit", help="where the tree was copied without its history")
     options = parser.parse_args(arguments)
-    options.only, options.variants = options.only.split(","), options.variants.split(",")
-    for chosen, known in ((options.only, tuple(COMPOSITES)), (options.variants, VARIANTS)):
+    variants = ONE_PROCESS if int(os.environ.get("WORLD_SIZE", "1")) == 1 else SEVERAL_RANKS
+    options.only = options.only.split(",")
+    options.variants = options.variants.split(",") if options.variants else list(variants)
+    for chosen, known in ((options.only, tuple(COMPOSITES)), (options.variants, variants)):
         for name in chosen:
             if name not in known:
                 parser.error(f"there is no {name!r}; choose from {', '.join(known)}")
@@ -346,12 +367,13 @@ def main(arguments: list[str]) -> None:
         begin_s=begin_s,
         budget_s=options.budget_s,
     )
+    _say(experiment, "all ranks", "joined")
     facts = about(world, options.tiny) | {"transformers": hf.__version__}
     facts |= {"commit": options.commit} if options.commit else {}
     experiment.note(lambda cells: cells.describe(facts))
     for name in options.only:
         if world.size == 1:
-            one_process(experiment, name, options.pairs)
+            one_process(experiment, name, options.pairs, options.variants)
         else:
             several_ranks(experiment, name, options.variants)
         gc.collect()

@@ -16,6 +16,9 @@ measured again, so that a run that `--budget-s` has ended is continued by the ne
     double           as `weights`, with twice the samples; the time is half of its step
     compiled         as `lanes`, with layers compiled by `spindle.module(..., compile=True)`; `compiled-sequential`
     slots            as `lanes`, with a CUDA graph for each slot and one for each of its backward passes
+    quotas           the fastest of a scan: plans with two lanes, and with as many as the planner chooses, each lane
+                     with SMs of its own, in those quotas that are simulated to be fastest; `scan` has all of them, and
+                     the same plans without quotas
     saturated        four copies of everything at once, on up to eight lanes; the time is a quarter of their step
     random-S         a random plan with lanes, which calibrated nothing: predicted beside measured
     ...-passes       without the optimizer's step
@@ -41,7 +44,9 @@ from collections.abc import Callable
 from contextlib import nullcontext
 from copy import deepcopy
 from dataclasses import replace
+from functools import cache
 from itertools import pairwise
+from operator import sub
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -50,13 +55,16 @@ import torch
 from torch import nn
 
 import spindle
+from alone import alone, join, measured_alone
 from common import circumstances, markdown
 from spindle.errors import SpindleError
 from spindle.plan import MAX_LANES, Piece, Plan, assemble, format_plan, setting_of
-from spindle.planners import lanes, make_plan
+from spindle.planners import PlanOptions, lanes, make_plan
 from spindle.planners.lanes import _Search
+from spindle.planners.quotas import EVALUATIONS, QuotaSearch
 from spindle.profile import Profile
 from spindle.run import graph_cache
+from spindle.train import profiling
 from virtual import workloads
 from virtual.plain import Together, in_order, make_optimizer
 from virtual.workloads import Task, Workload
@@ -73,9 +81,11 @@ STAGES = (  # each for all cells before the next
     ("plain-compiled", "compiled", f"random-0{PASSES}", f"random-1{PASSES}", "sequential-again"),
     ("lanes", "plain", "plain-overhead", "compiled-sequential", "double", "slots"),
     (f"weights-any{PASSES}", f"random-2{PASSES}", f"random-3{PASSES}"),
+    (f"quotas{PASSES}", "quotas"),
 )
 VARIANTS = tuple(variant for stage in STAGES for variant in stage)
-WARM_UP, STEPS = 8, 24
+WARM_UP, STEPS = 8, 20
+NUM_DIVISIONS, DIFFERENT_SMS = 1, 16  # of the SMs that are run for each plan, and how much they differ at least
 NUM_COPIES = 4
 MODES = {"plain-compiled": "max-autotune-no-cudagraphs", "plain-overhead": "reduce-overhead"}
 
@@ -88,6 +98,10 @@ class WithoutUpdate(torch.optim.Optimizer):
 
     def step(self, closure: Any = None) -> None:
         pass
+
+
+def optimizer_of(variant: str) -> Callable[..., torch.optim.Optimizer]:
+    return WithoutUpdate if variant.endswith(PASSES) else make_optimizer
 
 
 def pair(device: torch.device, small: bool, times: int = 1) -> Workload:
@@ -187,6 +201,8 @@ def measure(cell: str, variant: str, device: torch.device, small: bool) -> dict[
     if variant.startswith("double"):
         result = measure_trainer(doubled(cell, device, small), variant, device, spindle.Planning(lanes=4))
         return result | {name: result[name] / 2 for name in ("step_s", "predicted_s")}
+    if variant.startswith("quotas"):
+        return measure_quotas(cell, variant, device, small)
     workload = build(cell, device, small)
     if variant.startswith("plain"):
         return measure_plain(workload, variant, device)
@@ -197,17 +213,81 @@ def measure(cell: str, variant: str, device: torch.device, small: bool) -> dict[
     if variant.startswith("random"):
         seed = int(variant.split("-")[1])
         planning = spindle.Planning(planner=lambda profile: random_lanes(profile, seed))
-    return measure_trainer(workload, variant, device, planning)
+    if variant.startswith("compiled"):
+        return measure_trainer(workload, variant, device, planning)
+    return measure_trainer(workload, variant, device, planning, profile_of(cell, optimizer_of(variant), device, small))
+
+
+@cache
+def profile_of(cell: str, optimizer: Any, device: torch.device, small: bool, quotas: bool = False) -> Profile:
+    """The profile of a cell, which its variants share."""
+    workload = build(cell, device, small)
+    planning = spindle.Planning(lanes=4, quotas=quotas)
+    trainer = spindle.Trainer(workload.spindle_tasks(), optimizer=optimizer, planning=planning)
+    with mock.patch.object(profiling, "local_profile", measured_alone(profiling.local_profile)):
+        return trainer.prepare(dict(workload.batches), progress=False)
+
+
+def measure_quotas(cell: str, variant: str, device: torch.device, small: bool) -> dict[str, Any]:
+    """The fastest plan with quotas of a scan, and all that were run."""
+    profile = profile_of(cell, optimizer_of(variant), device, small, quotas=True)
+    if profile.cluster.kind.sm_groups is None:
+        raise SpindleError("this machine cannot split the SMs of a GPU")
+    scan: list[dict[str, Any]] = []
+    results = []
+    plans = {plan.num_lanes: plan for plan in (plan_lanes(profile, most) for most in (2, 4)) if plan.num_lanes > 1}
+    for plan in plans.values():
+        for divided in [plan, *divisions(plan, profile)]:
+            result = measure_trainer(
+                build(cell, device, small), variant, device, spindle.Planning(plan=divided), profile
+            )
+            gc.collect()
+            torch.cuda.empty_cache() if device.type == "cuda" else None
+            results.append(result)
+            scan.append({name: result[name] for name in ("lanes", "quotas", "predicted_s", "step_s", "losses")})
+            print(
+                f"    {result['lanes']} lanes, quotas {result['quotas'] or 'none'}: {1e3 * result['step_s']:.2f} ms, "
+                f"predicted {1e3 * result['predicted_s']:.2f}, ready after {result['ready_s']:.1f} s",
+                flush=True,
+            )
+    with_quotas = [result for result in results if result["quotas"]]
+    if not with_quotas:
+        raise SpindleError("no plan with lanes was found")
+    return min(with_quotas, key=lambda result: result["step_s"]) | {"scan": scan}
+
+
+def plan_lanes(profile: Profile, most: int) -> Plan:
+    """The default plan with up to `most` lanes, and none for weight gradients alone."""
+    with mock.patch.object(_Search, "_can_split", return_value=False):
+        return make_plan(profile, options=PlanOptions(lanes=most))
+
+
+def divisions(plan: Plan, profile: Profile) -> list[Plan]:
+    """The plan with those quotas that are simulated to be fastest, of any that differ enough."""
+    if plan.num_lanes == 1:
+        return []
+    search = QuotaSearch(plan, profile, EVALUATIONS)
+    search.fastest()
+    chosen: list[Plan] = []
+    for candidate in sorted(search.simulated, key=lambda plan: plan.makespan_s):
+        differ = (max(map(abs, map(sub, candidate.quotas, other.quotas))) >= DIFFERENT_SMS for other in chosen)
+        if len(chosen) < NUM_DIVISIONS + (plan.num_lanes == 2) and all(differ):
+            chosen.append(candidate)
+    return chosen
 
 
 def measure_trainer(
-    workload: Workload, variant: str, device: torch.device, planning: spindle.Planning
+    workload: Workload,
+    variant: str,
+    device: torch.device,
+    planning: spindle.Planning,
+    profile: Profile | None = None,
 ) -> dict[str, Any]:
     batches = {task: ready * (1 + (WARM_UP + STEPS + 4) // len(ready)) for task, ready in workload.batches.items()}
     trainer = spindle.Trainer(
         workload.spindle_tasks(compile=variant.startswith("compiled")),
-        optimizer=WithoutUpdate if variant.endswith(PASSES) else make_optimizer,
-        planning=planning,
+        optimizer=optimizer_of(variant),
+        planning=planning if profile is None else replace(planning, profile=profile),
     )
     moments: list[float] = []
 
@@ -220,22 +300,26 @@ def measure_trainer(
         mock.patch.object(graph_cache, "STEP_GRAPHS", not variant.startswith("slots")),
         mock.patch.object(_Search, "_can_split", return_value=False) if without_weight_lanes else nullcontext(),
         mock.patch.object(lanes, "MIN_WEIGHT_LANES_GAIN", 0.0) if "-any" in variant else nullcontext(),
+        mock.patch.object(profiling, "local_profile", measured_alone(profiling.local_profile)),
     ):
-        trainer.fit(batches, steps=WARM_UP, progress=False)
+        warmed_up = trainer.fit(batches, steps=WARM_UP, progress=False)
         ready_s = time.perf_counter() - begin
-        result = trainer.fit(batches, steps=STEPS, progress=False, on_step=note)
+        with alone():
+            result = trainer.fit(batches, steps=STEPS, progress=False, on_step=note)
     # The first steps fill the queue, and the last ones are reported together, when the fit ends.
     steps = [later - earlier for earlier, later in pairwise(moments[2:-2])]
     plan = result.plan
     return {
         "lanes": plan.num_lanes,
+        "quotas": list(plan.quotas),
         "weight_lanes": sum(slot.has_weight_lane for slot in plan.slots),
         "predicted_s": result.predicted.makespan_s,
         "step_s": statistics.median(steps),
         "steps_s": steps,
         "ready_s": ready_s,
         "losses": result.losses[-1],
-        "peak_gib": torch.cuda.max_memory_allocated() / 2**30 if device.type == "cuda" else 0.0,
+        # Of the fit that captures graphs: a replay allocates nothing, so torch does not count its activations.
+        "peak_gib": max(warmed_up.peak_bytes, default=0) / 2**30,
         "predicted_peak_gib": int(result.predicted.peak_bytes().max()) / 2**30,
         "num_captured": result.num_captured_slots,
         "without_graph": result.slots_without_cuda_graph,
@@ -268,12 +352,13 @@ def measure_plain(workload: Workload, variant: str, device: torch.device) -> dic
     ready_s = time.perf_counter() - begin
     # As in Trainer, the host launches a step before it waits for the one before.
     moments, ends = [], []
-    for number in range(STEPS):
-        step(number)
-        ends.append(torch.cuda.current_stream().record_event() if device.type == "cuda" else None)
-        if number:
-            ends[number - 1].synchronize() if ends[number - 1] is not None else None
-            moments.append(time.perf_counter())
+    with alone():
+        for number in range(STEPS):
+            step(number)
+            ends.append(torch.cuda.current_stream().record_event() if device.type == "cuda" else None)
+            if number:
+                ends[number - 1].synchronize() if ends[number - 1] is not None else None
+                moments.append(time.perf_counter())
     steps = [later - earlier for earlier, later in pairwise(moments)]
     return {
         "lanes": 0,
@@ -318,8 +403,10 @@ def table(cells: dict[str, Any]) -> str:
                 f"{step_s(cell, 'sequential-again') / whole_s:.3f}",
             ]
         )
+    rows = [["" if value == "nan" else value for value in row] for row in rows]
     header = ["cell", "sequential ms", "lanes", "weight lanes", "lanes, passes", "weight lanes, passes"]
     text = markdown([*header, "passes / saturated", "compiled lanes", "over best plain", "again"], rows)
+    text += quota_table(cells) + "\n"
     for name, is_chosen, measured, predicted in (
         ("steps of random plans", lambda key: "/random-" in key, "step_s", "predicted_s"),
         ("steps of all plans", lambda key: "saturated" not in key, "step_s", "predicted_s"),
@@ -331,6 +418,20 @@ def table(cells: dict[str, Any]) -> str:
         if errors:
             text += f"\n{len(errors)} {name}: mean error {statistics.mean(errors):.1%}, largest {max(errors):.1%}"
     return text
+
+
+def quota_table(cells: dict[str, Any]) -> str:
+    """Plans with quotas beside the same plans without, and beside the fastest of those."""
+    rows = []
+    for key, cell in cells.items():
+        shared_s = [run["step_s"] for run in cell.get("scan", ()) if not run["quotas"]]
+        for run in cell.get("scan", ()):
+            quotas = " + ".join(map(str, run["quotas"])) or "shared"
+            error = run["predicted_s"] / run["step_s"] - 1
+            ratio = min(shared_s) / run["step_s"]
+            rows.append([key, str(run["lanes"]), quotas, f"{1e3 * run['step_s']:.2f}", f"{ratio:.3f}", f"{error:+.1%}"])
+    header = ["cell", "lanes", "SMs", "ms", "over the fastest without quotas", "predicted"]
+    return f"\n\n{markdown(header, rows)}" if rows else ""
 
 
 def main() -> None:
@@ -346,6 +447,7 @@ def main() -> None:
         print(table(json.loads(options.output.read_text())))
         return
     began = time.monotonic()
+    join()
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     cells = json.loads(options.output.read_text()) if options.output.exists() else {}
     cells.setdefault("about", circumstances() | {"torch": torch.__version__})

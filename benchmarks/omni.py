@@ -1,4 +1,4 @@
-"""Planner `colocate` over shares of image tokens from 1:9 to 9:1, simulated: python benchmarks/omni.py [RECIPE ...]
+"""Planner `colocate` over shares of image tokens from 1:9 to 9:1, simulated: python benchmarks/omni.py [WHAT ...]
 
 Recipes like those of MegaScale-Omni (sizes, data and baselines are ours: nothing here is a reproduction), one batch of
 seed 0, the slowest replica of each step. Baselines have sequences in the order in which they were drawn (`natural`), as
@@ -9,16 +9,20 @@ cost nothing.
 
 from __future__ import annotations
 
+import argparse
 import json
 import math
+import multiprocessing
 import sys
 import time
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from common import ROOT, markdown, publish
+from common import ROOT, circumstances, markdown, publish
+from spindle.artifact import write_atomically
 from spindle.errors import DoesNotFitError
 from spindle.planners import PLANNERS, PlanOptions, choose_colocation, choose_layout, make_plan, pipeline_bound_s
 from spindle.planners.balance import assign_items
@@ -32,11 +36,12 @@ from spindle.simulate import simulate
 MIXES = tuple(f"{share}:{10 - share}" for share in range(1, 10))
 NATURAL = ("stage-0", "dedicated", "static", "optimus")
 BALANCED = ("colocate", "pipeline", "upfront", *NATURAL)
-ABLATIONS = ("omni-c", "7:3")
+ABLATIONS = (("omni-c", "7:3"), ("vlm-s", ""), ("vlm-m", ""))  # and their mixes
 PAPER = {"omni-a": 1.54, "omni-b": 3.30, "omni-c": 7.57, "omni-d": 1.98}
 EVALUATIONS = 500
 # Here planner `pipeline` takes many minutes of CPU: images of as many lengths are as many stages that differ.
 LARGE = ("omni-b", "omni-b-audio", "omni-c", "omni-d")
+DIP_MODELS = ("vlm-s", "vlm-m", "vlm-l", "t2v-s", "t2v-l")
 _RESULTS = ROOT / "benchmarks" / "results" / "omni.json"
 
 
@@ -71,21 +76,6 @@ def cell(step: Step, planner: str, with_spread: bool = True) -> dict[str, Any]:
     }
 
 
-def recipe_cells(name: str, mixes: tuple[str, ...]) -> list[dict[str, Any]]:
-    rows = []
-    for mix in mixes:
-        for data, planners in (("balanced", BALANCED), ("natural", NATURAL)):
-            batch = BatchOptions(mix=mix, is_balanced=data == "balanced")
-            step = step_of(MODELS[name], MODELS[name].cluster, batch)
-            for planner in planners:
-                if planner == "pipeline" and name in LARGE:
-                    continue
-                rows.append({"recipe": name, "mix": mix, "data": data} | cell(step, planner, name not in LARGE))
-                shown = rows[-1].get("step_s", "-")
-                print(name, mix, data, planner, shown, rows[-1].get("settings", ""), file=sys.stderr, flush=True)
-    return rows
-
-
 def kept_layout_cells(name: str, mixes: tuple[str, ...]) -> list[dict[str, Any]]:
     """Steps at every mix with the layout that was chosen at 5:5, parts of the same size."""
     model, rows, chosen = MODELS[name], [], None
@@ -110,13 +100,13 @@ def kept_layout_cells(name: str, mixes: tuple[str, ...]) -> list[dict[str, Any]]
 
 def ablations(name: str, mix: str) -> list[dict[str, Any]]:
     """Without one part of the planner at a time."""
-    step = step_of(MODELS[name], MODELS[name].cluster, BatchOptions(mix=mix))
-    natural = step_of(MODELS[name], MODELS[name].cluster, BatchOptions(mix=mix, is_balanced=False))
+    model, batch = MODELS[name], BatchOptions(mix=mix or None)
+    step, natural = (step_of(model, model.cluster, replace(batch, is_balanced=each)) for each in (True, False))
     assert step.pipeline_ranks is not None
     rules, ranks = SYSTEMS["colocate"].rules, step.pipeline_ranks
     profile, layout = choose_colocation("upfront", step.part_profiles(), [], ranks)
     size = next(number for number, each in enumerate(step.part_profiles()) if each is profile)
-    unbalanced = natural.part_profiles()[size]
+    unbalanced = natural.part_profiles()[size]  # of models without a mix, the same: they have one replica
     variants = {
         "colocate": (profile, rules),
         "no sequence groups": (profile, replace(rules, sequence_groups=False)),
@@ -135,7 +125,7 @@ def ablations(name: str, mix: str) -> list[dict[str, Any]]:
         rows.append({"variant": variant, "step_s": step_s})
     spread = cell(step, "optimus")
     rows.append({"variant": "spread (optimus)", "step_s": spread.get("step_s")})
-    return rows
+    return [{"recipe": name, "mix": mix} | row for row in rows]
 
 
 def balance_figures() -> list[dict[str, Any]]:
@@ -186,29 +176,104 @@ def _with_free_links(cluster: Any) -> Any:
     return replace(cluster, islands=islands)
 
 
-def main(arguments: list[str]) -> None:
-    given = [argument for argument in arguments if ":" not in argument]
-    mixes = tuple(argument for argument in arguments if ":" in argument) or MIXES
+Job = tuple[str, ...]  # a kind, and what of it
+
+
+def jobs_of(names: list[str], mixes: tuple[str, ...]) -> list[Job]:
+    """What is asked for, the longest first: large recipes, and planners that search."""
+    jobs: list[Job] = []
+    for recipe in reversed(list(OMNI_DATA)):
+        if not names or f"{recipe}-kept" in names:
+            jobs.append(("kept", recipe))
+        for mix in mixes if not names or recipe in names else ():
+            for data, planners in (("balanced", BALANCED), ("natural", NATURAL)):
+                shown = [planner for planner in planners if planner != "pipeline" or recipe not in LARGE]
+                jobs += [("cell", recipe, mix, data, planner) for planner in shown]
+    jobs += [("model", name) for name in DIP_MODELS if not names or name in names]
+    jobs += [("ablations", *which) for which in ABLATIONS if not names or "ablations" in names]
+    jobs += [("balance",)] if not names or "balance" in names else []
+    searches = ("colocate", "upfront", "dedicated")
+    return sorted(jobs, key=lambda job: job[0] == "cell" and job[-1] not in searches)
+
+
+def run_job(job: Job) -> Any:
+    match job:
+        case ("cell", recipe, mix, data, planner):
+            step = step_of(
+                MODELS[recipe], MODELS[recipe].cluster, BatchOptions(mix=mix, is_balanced=data == "balanced")
+            )
+            known = {"recipe": recipe, "mix": mix, "data": data}
+            return known | cell(step, planner, with_spread=recipe not in LARGE)
+        case ("kept", recipe):
+            return kept_layout_cells(recipe, MIXES)
+        case ("model", name):
+            return free_collectives(name)
+        case ("ablations", recipe, mix):
+            return ablations(recipe, mix)
+        case _:
+            return balance_figures()
+
+
+def known_jobs(data: dict[str, Any]) -> set[Job]:
+    known = {("cell", row["recipe"], row["mix"], row["data"], row["planner"]) for row in data.get("cells", [])}
+    known |= {("kept", row["recipe"]) for row in data.get("kept", [])}
+    known |= {("model", name) for name in data.get("models", {})}
+    known |= {("ablations", row["recipe"], row["mix"]) for row in data.get("ablations", [])}
+    return known | ({("balance",)} if data.get("balance") else set())
+
+
+def take(data: dict[str, Any], job: Job, result: Any) -> None:
+    """Put the result of a job in the place of an earlier one."""
+    match job:
+        case ("cell", *which):
+            others = [
+                row
+                for row in data.get("cells", [])
+                if [row["recipe"], row["mix"], row["data"], row["planner"]] != which
+            ]
+            data["cells"] = [*others, result]
+        case ("kept", recipe):
+            data["kept"] = [row for row in data.get("kept", []) if row["recipe"] != recipe] + result
+        case ("model", name):
+            data.setdefault("models", {})[name] = result
+        case ("ablations", recipe, mix):
+            others = [row for row in data.get("ablations", []) if (row["recipe"], row["mix"]) != (recipe, mix)]
+            data["ablations"] = others + result
+        case _:
+            data["balance"] = result
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("what", nargs="*", help="recipes, mixes (7:3), models, RECIPE-kept, ablations, balance")
+    parser.add_argument("--processes", type=int, default=1)
+    parser.add_argument("--budget-s", type=float, default=math.inf, help="what is not done by then is left out")
+    parser.add_argument("--missing", action="store_true", help="leave out what the results have already")
+    parser.add_argument("-o", "--output", type=Path, help="a copy of the results as JSON, written as they come")
+    arguments = parser.parse_args()
+    ends = time.monotonic() + arguments.budget_s
     data = json.loads(_RESULTS.read_text(encoding="utf-8")) if _RESULTS.exists() else {}
     data.pop("measured_on", None)
-    if not given or "balance" in given:
-        data["balance"] = balance_figures()
-        publish("omni", data, report(data))
-    for name in OMNI_DATA:
-        for mix in mixes if not given or name in given else ():
-            rows = [row for row in data.get("cells", []) if (row["recipe"], row["mix"]) != (name, mix)]
-            data["cells"] = rows + recipe_cells(name, (mix,))
-            publish("omni", data, report(data))
-        if f"{name}-kept" in given or not given:
-            data["kept"] = [row for row in data.get("kept", []) if row["recipe"] != name]
-            data["kept"] += kept_layout_cells(name, mixes)
-            publish("omni", data, report(data))
-    if not given or "ablations" in given:
-        data["ablations"] = ablations(*ABLATIONS)
-    for name in ("vlm-s", "vlm-m", "vlm-l", "t2v-s", "t2v-l"):
-        if not given or name in given:
-            data.setdefault("models", {})[name] = free_collectives(name)
-            publish("omni", data, report(data))
+    mixes = tuple(argument for argument in arguments.what if ":" in argument) or MIXES
+    jobs = jobs_of([argument for argument in arguments.what if ":" not in argument], mixes)
+    if arguments.missing:
+        jobs = [job for job in jobs if job not in known_jobs(data)]
+    commit = circumstances()["commit"]
+    with multiprocessing.get_context("forkserver").Pool(arguments.processes) as pool:
+        waiting = {job: pool.apply_async(run_job, (job,)) for job in jobs}
+        while waiting and time.monotonic() < ends:
+            for job in [job for job, answer in waiting.items() if answer.ready()]:
+                result = waiting.pop(job).get()
+                for row in [result] if isinstance(result, dict) else result:
+                    row["commit"] = commit
+                take(data, job, result)
+                shown = result.get("step_s", "does not fit") if job[0] == "cell" else ""
+                print(*job, shown, file=sys.stderr, flush=True)
+                if arguments.output is not None:
+                    write_atomically(arguments.output, json.dumps(data, indent=1) + "\n")
+            time.sleep(0.1)
+        for job in waiting:
+            print("not run within the budget:", *job, file=sys.stderr, flush=True)
     publish("omni", data, report(data))
 
 
@@ -234,17 +299,20 @@ def report(data: dict[str, Any]) -> str:
         parts.append(markdown(headings, rows))
     if data.get("cells"):
         parts += _sweep_tables(data)
-    if data.get("ablations"):
-        whole = data["ablations"][0].get("step_s")
+    for recipe, mix in ABLATIONS:
+        of_recipe = [row for row in data.get("ablations", []) if (row["recipe"], row["mix"]) == (recipe, mix)]
+        whole = of_recipe[0].get("step_s") if of_recipe else None
         rows = [
             [
                 row["variant"],
                 f"{row['step_s']:.2f}" if row.get("step_s") else "does not fit",
                 f"-{100 * (1 - whole / row['step_s']):.1f} %" if whole and row.get("step_s") else "",
             ]
-            for row in data["ablations"]
+            for row in of_recipe
         ]
-        parts.append(markdown([f"{' '.join(ABLATIONS)}, replicated", "s", "throughput"], rows))
+        parts += [markdown([f"{' '.join(filter(None, (recipe, mix)))}, replicated", "s", "throughput"], rows)] * bool(
+            rows
+        )
     if data.get("models"):
         rows = []
         for name, result in data["models"].items():
@@ -275,6 +343,8 @@ def _sweep_tables(data: dict[str, Any]) -> list[str]:
     kept = {(row["recipe"], row["mix"]): row for row in data.get("kept", [])}
     rows, gains = [], dict[str, list[float]]()
     for (recipe, mix), cells in sorted(by_cell.items()):
+        if not {("balanced", "colocate"), *(("natural", planner) for planner in NATURAL)} <= cells.keys():
+            continue  # cut short
         ours = cells["balanced", "colocate"]
 
         def length(data_order: str, planner: str, of: Any = cells) -> str:
@@ -315,4 +385,4 @@ def _sweep_tables(data: dict[str, Any]) -> list[str]:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1:])
+    main()

@@ -17,10 +17,11 @@ import json
 import math
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 import transformers as hf
@@ -28,7 +29,9 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import spindle
+from alone import alone, join, measured_alone
 from common import markdown, publish
+from spindle.train import profiling
 
 PAIRS, BEHIND = 20, 2
 LEAST_PAIRS = 3  # even when time is up
@@ -230,7 +233,8 @@ class Ours:
             planning=spindle.Planning(planner="sequential"),
             cuda_graphs=graphs,
         )
-        self.trainer.prepare(self._batches, progress=False)
+        with mock.patch.object(profiling, "local_profile", measured_alone(profiling.local_profile)):
+            self.trainer.prepare(self._batches, progress=False)
 
     def round_s(self, steps: int) -> float:
         known_s: list[float] = []
@@ -247,25 +251,38 @@ def make_batches(case: Case) -> dict[str, dict[str, Tensor]]:
 
 
 def measure(
-    name: str, case: Case, pairs: int, trace: Path | None, compiles: bool, until_s: float = math.inf
+    name: str,
+    case: Case,
+    pairs: int,
+    trace: Path | None,
+    variants: Sequence[str],
+    until_s: float = math.inf,
+    say: Callable[[str], None] = lambda text: None,
 ) -> dict[str, Any]:
-    """Rounds of every contender, in turn: so many of each, or fewer where `time.monotonic()` passes `until_s`."""
+    """Rounds of a plain loop and of these variants, in turn: so many of each, or fewer where `time.monotonic()` passes
+    `until_s`. `say` is told what was done."""
+    join()
     batches = make_batches(case)
-    contenders: dict[str, Any] = {"plain": Loop(case, batches)}
-    contenders["eager"] = Ours(case, batches, graphs=False)
-    contenders["graphs"] = Ours(case, batches, graphs=True)
-    if compiles:
-        contenders["compiled"] = Loop(case, batches, compiled=True)
-    for contender in contenders.values():  # kernels are chosen, graphs captured, code compiled
-        contender.round_s(case.steps)
+    contenders: dict[str, Any] = {}
+    for key in ("plain", *variants):
+        match key:
+            case "plain" | "compiled":
+                contenders[key] = Loop(case, batches, compiled=key == "compiled")
+            case _:
+                contenders[key] = Ours(case, batches, graphs=key == "graphs")
+        say(f"{key}: built" if key in ("plain", "compiled") else f"{key}: traced and profiled")
+        contenders[key].round_s(case.steps)  # kernels are chosen, graphs captured, code compiled
+        say(f"{key}: warmed up")
     rounds: dict[str, list[float]] = {key: [] for key in contenders}
     for number in range(pairs):
         if number >= LEAST_PAIRS and time.monotonic() > until_s:
             break
         keys = list(contenders)
-        for key in keys[number % len(keys) :] + keys[: number % len(keys)]:
-            rounds[key].append(contenders[key].round_s(case.steps))
-    notices = contenders["graphs"].trainer.notices
+        with alone():
+            for key in keys[number % len(keys) :] + keys[: number % len(keys)]:
+                rounds[key].append(contenders[key].round_s(case.steps))
+    say(f"{len(rounds['plain'])} pairs of rounds")
+    notices = next((ours.trainer.notices for ours in contenders.values() if isinstance(ours, Ours)), [])
     if trace is not None:
         for key, contender in contenders.items():
             with torch.profiler.profile() as profiled:
@@ -315,7 +332,8 @@ def main() -> None:
             Loop(case, make_batches(case), compiled=True).round_s(4 + BEHIND)
             continue
         until_s = time.monotonic() + arguments.case_s
-        results[name] = measure(name, case, arguments.pairs, arguments.trace, not arguments.no_compile, until_s)
+        variants = ["eager", "graphs"] + ([] if arguments.no_compile else ["compiled"])
+        results[name] = measure(name, case, arguments.pairs, arguments.trace, variants, until_s)
         print(name, rows_of({name: results[name]}), *results[name]["notices"], sep="\n  ", flush=True)
         if arguments.output is not None:
             arguments.output.write_text(json.dumps(results))

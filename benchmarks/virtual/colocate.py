@@ -2,10 +2,13 @@
 
     spindle launch --virtual-devices 4 benchmarks/virtual/colocate.py --output colocate.json
     spindle launch -n 2 benchmarks/virtual/colocate.py --small --output colocate.json
+    spindle launch --virtual-devices 4 benchmarks/virtual/colocate.py --planners colocate --mixes 9:1 \
+        --sequence-groups on,off --output colocate.json
 
 A ViT of 0.3 B and a language model of 0.7 B; images of 256 to 4,096 patches, sixteen to a token; sequences of 2,048
 tokens, of which images are 1, 5 or 9 parts in 10. Planner `colocate` against `pipeline` and `stage-0`, on the same
-batches from the same weights: losses of all of them are compared. Layers run without CUDA graphs, and are measured so.
+batches from the same weights: losses of all of them are compared; and `colocate` with long images shared by several
+devices against without. Layers run without CUDA graphs, and are measured so.
 Results are written as they come; what is there is not run again.
 """
 
@@ -16,7 +19,8 @@ import gc
 import json
 import math
 import statistics
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -63,22 +67,25 @@ SMALL = Sizes(
 
 
 class VisionBlock(nn.Module):
-    """Attention inside each image of a packed sequence; `ends` are where images end, from 0."""
+    """Attention inside each image of a packed sequence; `ends` are where images end, from 0. One image alone needs
+    neither a mask nor a kernel for several, and can be shared by several devices."""
 
     def __init__(self, width: int, most_patches: int) -> None:
         super().__init__()
         self.first, self.second = nn.LayerNorm(width), nn.LayerNorm(width)
         self.query, self.out = nn.Linear(width, 3 * width), nn.Linear(width, width)
         self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
-        self.num_heads, self.most_patches = max(1, width // 64), most_patches
+        self.num_heads, self.most_patches = width // min(64, width // 4), most_patches
 
     def forward(self, x_PD: torch.Tensor, ends: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         q, k, v = self.query(self.first(x_PD)).view(len(x_PD), 3, self.num_heads, -1).unbind(1)
-        if x_PD.is_cuda:
+        if x_PD.is_cuda and len(ends) > 2:
             seen = varlen_attn(q, k, v, ends, ends, self.most_patches, self.most_patches)
         else:
-            image = torch.searchsorted(ends[1:], torch.arange(len(x_PD), dtype=ends.dtype), right=True)
-            mask = image[:, None] == image[None]
+            mask = None
+            if len(ends) > 2:
+                image = torch.searchsorted(ends[1:], torch.arange(len(x_PD), dtype=ends.dtype), right=True)
+                mask = image[:, None] == image[None]
             heads = (part.transpose(0, 1)[None] for part in (q, k, v))
             seen = F.scaled_dot_product_attention(*heads, attn_mask=mask)[0].transpose(0, 1)
         x_PD = x_PD + self.out(seen.reshape(x_PD.shape))
@@ -171,7 +178,9 @@ class Data:
             lengths.append(length)
 
 
-def train(planner: str, mix: str, sizes: Sizes, steps: int, dtype: torch.dtype, on_gpu: bool) -> dict[str, Any] | None:
+def train(
+    planner: str, mix: str, sizes: Sizes, steps: int, dtype: torch.dtype, on_gpu: bool, shares_items: bool
+) -> dict[str, Any] | None:
     """The results of one planner at one mix, on rank 0."""
     torch.manual_seed(0)
     width = sizes.language[0]
@@ -190,7 +199,7 @@ def train(planner: str, mix: str, sizes: Sizes, steps: int, dtype: torch.dtype, 
         [describe],
         optimizer=lambda named: torch.optim.AdamW([parameter for _, parameter in named], lr=1e-4, fused=on_gpu),
         gradient_accumulation_steps=sizes.microbatches,
-        planning=spindle.Planning(planner=planner),
+        planning=spindle.Planning(planner=planner, sequence_parallel_degrees={} if shares_items else {"vision": 1}),
         cuda_graphs=False,
     )
     data = Data(sizes, mix, dtype)
@@ -201,10 +210,13 @@ def train(planner: str, mix: str, sizes: Sizes, steps: int, dtype: torch.dtype, 
     result.print()
     patches = [sum(batch["lengths"].tolist()) for batch in batches if "lengths" in batch]
     parts = {slot.op.partition("[")[0] for slot in result.program.plan.slots if "/vision#0." in slot.op}
+    shared = {slot.op.partition("[")[0] for slot in result.program.plan.slots if slot.sequence_degree > 1}
     errors = [abs(predicted / measured - 1) for predicted, measured in result.sampled_s]
     return {
         "planner": planner,
         "mix": mix,
+        "sequence_groups": shares_items,
+        "microbatches": sizes.microbatches,
         "device": torch.cuda.get_device_name() if on_gpu else "CPU",
         "torch": torch.__version__,
         "num_ranks": result.program.num_ranks,
@@ -217,6 +229,7 @@ def train(planner: str, mix: str, sizes: Sizes, steps: int, dtype: torch.dtype, 
         "peak_bytes": result.peak_bytes,
         "losses": [losses["describe"] for losses in result.losses],
         "num_parts": len(parts),
+        "num_shared": len(shared),
         "mean_patches": statistics.mean(patches) if patches else 0,
         "share_with_images": len(patches) / len(batches),
         "notices": result.notices,
@@ -229,38 +242,58 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=12)
     parser.add_argument("--planners", default="colocate,pipeline,stage-0")
     parser.add_argument("--mixes", default="9:1,5:5,1:9")
+    parser.add_argument("--microbatches", type=int, help="of a step: with few, long images do not level out")
+    parser.add_argument("--sequence-groups", default="on", help="for colocate and upfront: on, off, or on,off")
     parser.add_argument("--output", type=Path, required=True)
     arguments = parser.parse_args()
     on_gpu = torch.cuda.is_available() and not arguments.small
     dtype = torch.bfloat16 if on_gpu else torch.float32
     sizes = SMALL if arguments.small else LARGE
+    if arguments.microbatches is not None:
+        sizes = replace(sizes, microbatches=arguments.microbatches)
     results = json.loads(arguments.output.read_text()) if arguments.output.exists() else []
-    for mix in arguments.mixes.split(","):
-        for planner in arguments.planners.split(","):
-            if any((entry["planner"], entry["mix"]) == (planner, mix) for entry in results):
+    switches = [switch == "on" for switch in arguments.sequence_groups.split(",")]
+    for mix, planner in product(arguments.mixes.split(","), arguments.planners.split(",")):
+        for shares_items in switches if planner in ("colocate", "upfront") else [False]:
+            cell = (planner, mix, shares_items, sizes.microbatches)
+            if any(_cell(entry) == cell for entry in results):
                 continue
-            entry = train(planner, mix, sizes, arguments.steps, dtype, on_gpu)
+            entry = train(planner, mix, sizes, arguments.steps, dtype, on_gpu, shares_items)
             if entry is not None:
                 results.append(entry)
                 arguments.output.write_text(json.dumps(results, indent=1) + "\n")
                 print(_line(entry, results), flush=True)
             else:
-                results.append({"planner": planner, "mix": mix})
+                results.append(dict(zip(_CELL, cell, strict=True)))
             gc.collect()
             if on_gpu:
                 torch.cuda.empty_cache()
 
 
+_CELL = ("planner", "mix", "sequence_groups", "microbatches")
+
+
+def _cell(entry: dict[str, Any]) -> tuple[Any, ...]:
+    """What was measured; earlier results are without sequence groups, on as many microbatches as there are."""
+    return tuple({"sequence_groups": False, "microbatches": LARGE.microbatches, **entry}[name] for name in _CELL)
+
+
+def _name(entry: dict[str, Any]) -> str:
+    return entry["planner"] + (" with sequence groups" if entry.get("sequence_groups") else "")
+
+
 def _line(entry: dict[str, Any], results: list[dict[str, Any]]) -> str:
-    others = [other for other in results if other["mix"] == entry["mix"] and other is not entry]
-    text = f"{entry['mix']} {entry['planner']}: {1e3 * entry['step_s']:.1f} ms a step"
+    others = [other for other in results if other is not entry and _cell(other)[1::2] == _cell(entry)[1::2]]
+    text = f"{entry['mix']} {_name(entry)}: {1e3 * entry['step_s']:.1f} ms a step"
     if entry["mean_error"] is not None:
         text += f", predicted within {entry['mean_error']:.1%}"
+    if entry["num_parts"]:
+        text += f", {entry['num_shared']} of {entry['num_parts']} parts shared"
     if entry["peak_bytes"]:
         text += f", peak {max(entry['peak_bytes']) / 2**30:.1f} of {max(entry['predicted_peak_bytes']) / 2**30:.1f} GiB"
     for other in others:
         apart = max(abs(a - b) for a, b in zip(entry["losses"], other["losses"], strict=True))
-        text += f"; {entry['step_s'] / other['step_s']:.3f} x {other['planner']}, losses {apart:.1e} apart"
+        text += f"; {entry['step_s'] / other['step_s']:.3f} x {_name(other)}, losses {apart:.1e} apart"
     return text
 
 
