@@ -37,10 +37,12 @@ for folder in (HERE.parent, HERE.parent.parent / "src"):
     sys.path.insert(0, str(folder))
 
 import torch  # noqa: E402
+from torch.utils._pytree import tree_map  # noqa: E402
 
+import programs  # noqa: E402
 from backends import GRAPHS_VARIABLE, on_gpu  # noqa: E402
+from comparison import Comparison  # noqa: E402
 from lane_races import LeftOut, edge_left_out  # noqa: E402
-from programs import compare_steps  # noqa: E402
 from spindle.run import Executor  # noqa: E402
 from spindle.run.graphs import Graphs  # noqa: E402
 from spindle.run.lanes import Lanes  # noqa: E402
@@ -48,7 +50,7 @@ from spindle.run.lanes import Lanes  # noqa: E402
 TOLERANCES = {"float64": 1e-9, "float32": 1e-5}
 MAX_CYCLES = 1_000_000  # of a delay: about half a millisecond
 LATE_CYCLES = 200_000_000  # a tenth of a second: longer than a step
-NUM_WORKLOADS = 18
+NUM_WORKLOADS, NUM_STEPS = 18, 7
 
 
 @contextmanager
@@ -163,7 +165,39 @@ def poisoned(*, pools: bool) -> Iterator[None]:
 
 
 def dtype_of(seed: int) -> str:
-    return "float32" if seed // 3 % 2 else "float64"
+    """Each workload has one type in one round of all workloads and the other in the next."""
+    return "float32" if (seed // 3 + seed // NUM_WORKLOADS) % 2 else "float64"
+
+
+def rounding_error(workload: str, num_steps: int) -> float:
+    """How far gradients of one process in float32 are from those in float64, on a CPU."""
+    comparison = Comparison()
+    for step in programs.steps_alike(programs.workload_named(workload), num_steps):
+        single, double = (gradients_in(dtype, workload, step) for dtype in (torch.float32, torch.float64))
+        comparison.add_tensors("gradient", single, double, f" in step {step}")
+    return comparison.largest["gradient"][0]
+
+
+def gradients_in(dtype: torch.dtype, name: str, step: int) -> dict[str, torch.Tensor | None]:
+    """The gradients of a step of one process."""
+    workload = programs.workload_named(name)
+    handles = programs.handles_in(workload)
+    for handle in programs.root_handles(handles).values():
+        handle.module.to(dtype)
+    batches = tree_map(
+        lambda leaf: leaf.to(dtype) if isinstance(leaf, torch.Tensor) and leaf.is_floating_point() else leaf,
+        workload.batches(step),
+    )
+    losses = [task.weight * programs.loss_value(task(batches[task.name])) for task in workload.tasks]
+    torch.stack(losses).sum().backward()
+    return {path: parameter.grad for path, parameter in programs.unique_parameters(handles).items()}
+
+
+def tolerance_of(seed: int, workload: str) -> float:
+    """In some workloads rounding alone is more than 1e-5 (the gradient of a bias in front of a batch norm is zero in exact
+    arithmetic): there, four times the distance of one process in float32 from float64 is tolerated."""
+    tolerance = TOLERANCES[dtype_of(seed)]
+    return tolerance if dtype_of(seed) == "float64" else max(tolerance, 4 * rounding_error(workload, NUM_STEPS))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -200,10 +234,12 @@ def run_on_rank(rank: int, num_ranks: int, seed: int, kind: str, pools: bool, fa
         poisoned(pools=pools and not fault),
     ):
         together = kind != "slots"
-        run = compare_steps(rank, num_ranks, workload, plan, 7, device=device, step_graphs=together, regions=together)
+        run = programs.compare_steps(
+            rank, num_ranks, workload, plan, NUM_STEPS, device=device, step_graphs=together, regions=together
+        )
     errors = [error for error, _ in run.comparison.largest.values()]
     return RankRun(
-        error=math.inf if any(map(math.isnan, errors)) else max(errors) / TOLERANCES[dtype_of(seed)],
+        error=math.inf if any(map(math.isnan, errors)) else max(errors) / tolerance_of(seed, workload),
         how="whole steps"
         if run.has_step_graph
         else "regions"
@@ -282,7 +318,7 @@ def run_all(runs: Runs, kinds: Sequence[str], options: argparse.Namespace) -> in
     for seed in range(options.first, options.first + options.runs):
         if time.monotonic() - began > 0.7 * options.budget_s:
             break
-        kind = kinds[seed % len(kinds)]
+        kind = kinds[(seed + seed // NUM_WORKLOADS) % len(kinds)]  # another in each round of all workloads
         try:
             errors[seed, kind], _ = runs.run(seed, kind, pools=options.poison == "pools")
         except Exception:
@@ -293,12 +329,12 @@ def run_all(runs: Runs, kinds: Sequence[str], options: argparse.Namespace) -> in
         if errors[seed, kind] > 1:
             print(f"seed {seed} ({kind}, {dtype_of(seed)}): {errors[seed, kind]:.2g} tolerances", flush=True)
     failed = [run for run, error in errors.items() if error > 1]
-    for dtype, tolerance in TOLERANCES.items():
-        of_dtype = [tolerance * error for (seed, _), error in errors.items() if dtype_of(seed) == dtype]
+    for dtype in TOLERANCES:
+        of_dtype = [error for (seed, _), error in errors.items() if dtype_of(seed) == dtype]
         if of_dtype:
-            num_above = sum(error > tolerance for error in of_dtype)
+            num_above = sum(error > 1 for error in of_dtype)
             print(
-                f"{len(of_dtype)} runs in {dtype}: error {max(of_dtype):.2g}, {num_above} above {tolerance:g}",
+                f"{len(of_dtype)} runs in {dtype}: error {max(of_dtype):.2g} of what is tolerated, {num_above} above",
                 flush=True,
             )
     next_seed, time_s = 1 + max(seed for seed, _ in errors), time.monotonic() - began
