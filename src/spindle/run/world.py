@@ -10,12 +10,15 @@ from __future__ import annotations
 
 import atexit
 import os
+import time
 import warnings
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import cache
+from pathlib import Path
 from typing import Any
+from weakref import WeakSet
 
 import torch
 import torch.distributed as dist
@@ -37,6 +40,8 @@ _NCCL_DEFAULTS = {
     "TORCH_NCCL_DUMP_ON_TIMEOUT": "0",
 }
 _CPU_ALLOCATOR = "DefaultCPUAllocator"  # in the message when a tensor of the host cannot be allocated
+_GLOO_WORKER = "pt_gloo_runloop"  # the name of its threads
+_IDLE_CHECKS, _IDLE_CHECK_S = 3, 0.002  # of gloo's threads, before this process ends
 _SHARED_MEMORY = 0.92  # share of a GPU for its ranks; CUDA contexts and IPC segments take the rest
 
 
@@ -58,6 +63,7 @@ class World:
         self.shares_gpu = device.type == "cuda" and VIRTUAL_VARIABLE in os.environ
         self.uses_nccl = size > 1 and device.type == "cuda" and not self.shares_gpu
         self._groups: dict[tuple[str, tuple[int, ...]], Any] = {}
+        _worlds().add(self)
         if self.uses_nccl:
             _set_nccl_defaults()
 
@@ -95,6 +101,10 @@ class World:
             if group is not dist.GroupMember.NON_GROUP_MEMBER:
                 with peers("leaving a group"):
                     dist.destroy_process_group(group)
+
+    def release_groups(self) -> None:
+        """Drop all references to groups, which must not be used any more."""
+        self._groups.clear()
 
     @property
     def launches_in_order(self) -> bool:
@@ -384,7 +394,8 @@ def _tcp_store(size: int, descriptor: str) -> Any:
 
 def _watch_ranks() -> None:
     """Detect, report and end a failure of this rank or another."""
-    atexit.register(_leave)  # a script that leaves its group open may be aborted by threads of gloo as it ends
+    atexit.unregister(_leave)
+    atexit.register(_leave)
     install_hook()  # after torch, whose own hook would end the process before this one reports
     start_heartbeat()
     recorder.start()
@@ -420,6 +431,46 @@ def _device() -> torch.device:
     return device
 
 
+@cache
+def _worlds() -> WeakSet[World]:
+    """The worlds of this process that are alive."""
+    return WeakSet()
+
+
 def _leave() -> None:
+    """Destroy all process groups before the interpreter shuts down.
+
+    A thread of gloo takes the GIL to release the tensors of a collective that has completed. Once the interpreter shuts
+    down, Python ends a thread that asks for the GIL, in a way that C++ does not allow there: std::terminate, SIGABRT.
+    `destroy_process_group` joins these threads only if nothing else refers to the groups.
+    """
+    for world in tuple(_worlds()):
+        world.release_groups()
     if dist.is_initialized():
         dist.destroy_process_group()
+    _wait_for_gloo()
+
+
+def _wait_for_gloo(limit_s: float = 10.0) -> None:
+    """Wait until no worker thread of gloo holds a collective: of groups to which the script still refers.
+
+    A worker thread sleeps while it waits for a collective, and while it waits for the GIL, which sleeping releases.
+    """
+    end_s, num_idle = time.monotonic() + limit_s, 0
+    while num_idle < _IDLE_CHECKS and time.monotonic() < end_s:
+        workers = gloo_workers()
+        if not workers:
+            return
+        num_idle = num_idle + 1 if set(workers.values()) == {"S"} else 0
+        time.sleep(_IDLE_CHECK_S)
+
+
+def gloo_workers() -> dict[int, str]:
+    """The threads of this process that run collectives of gloo, with their states; none where there is no /proc."""
+    workers = {}
+    for folder in Path("/proc/self/task").glob("[0-9]*"):
+        with suppress(OSError):  # it has ended
+            name, _, fields = (folder / "stat").read_text().partition("(")[2].rpartition(")")
+            if name == _GLOO_WORKER:
+                workers[int(folder.name)] = fields.split()[0]
+    return workers
