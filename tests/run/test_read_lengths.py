@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 from collections import Counter
+from unittest import mock
 
 import pytest
 
@@ -103,6 +104,66 @@ def test_ranks_read_samples_for_their_lengths_in_shares_and_one_rank_reads_none_
     assert max(alone["web"].values()) == 1  # decoded from what was kept
     answers = pool.run(3, train, is_indexed=False, steps=1)
     assert all(len(read["web"]) < len(alone["web"]) for *_, read in answers)
+
+
+class Short(Unindexed):
+    """Texts of 2 to 12 tokens, 3,000 of them."""
+
+    def __init__(self):
+        self.read = Counter()
+
+    def __len__(self):
+        return 3000
+
+    def __getitem__(self, number):
+        self.read[number] += 1
+        return {"x": torch.full((2 + number % 11, 4), number / 3000, dtype=torch.float64)}
+
+
+def train_on_texts(rank, num_ranks, steps=12, max_tokens=32, **options):
+    """Losses, and before which steps ranks had to wait for lengths."""
+    torch.manual_seed(0)
+    layer, waits = spindle.module("layer", torch.nn.Linear(4, 4).double()), []
+
+    @spindle.task(batch_size=8)
+    def regress(batch):
+        return layer(batch["x"]).square().mean()
+
+    def counting(data, state, *sizes):
+        try:
+            return step_after(data, state, *sizes)
+        except spindle.data.UnknownLengths:
+            waits.append(state.step)
+            raise
+
+    step_after = spindle.data.Balanced.step_after
+    data = spindle.data.balanced({"texts": Short()}, max_tokens=max_tokens, **options)
+    planning = spindle.Planning(profile=internals.guessed_profile)
+    trainer = spindle.Trainer([regress], optimizer=sgd, gradient_accumulation_steps=4, planning=planning)
+    try:
+        with mock.patch.object(spindle.data.Balanced, "step_after", counting):
+            result = trainer.fit({"regress": data}, steps=steps, progress=False)
+    except spindle.errors.SpindleError as error:
+        return str(error)
+    return [losses["regress"] for losses in result.losses], waits
+
+
+def test_only_the_first_steps_wait_for_lengths(pool):
+    for _, waits in pool.run(2, train_on_texts, lengths=lambda sample: len(sample["x"])):
+        assert waits
+        assert set(waits) <= {0, 1}
+
+
+@pytest.mark.parametrize("too_long", ["error", "truncate", "skip"])
+def test_samples_that_are_too_long_are_treated_as_with_an_index(pool, too_long):
+    options = {"steps": 2, "max_tokens": 9, "too_long": too_long}
+    (expected,) = pool.run(1, train_on_texts, lengths=[2 + number % 11 for number in range(3000)], **options)
+    for answer in pool.run(2, train_on_texts, lengths=lambda sample: len(sample["x"]), **options):
+        assert answer == expected if too_long == "error" else answer[0] == pytest.approx(expected[0], rel=1e-9)
+    if too_long == "skip":
+        options["max_tokens"] = 1
+        (answer,) = pool.run(1, train_on_texts, lengths=lambda sample: len(sample["x"]), **options)
+        assert "all samples of 'texts' are longer than max_tokens=1" in answer
 
 
 def test_data_whose_lengths_are_read_resume_on_any_number_of_ranks(pool):
