@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from spindle.data.decode import Decoder, KeptSamples, Microbatch, SampleNumber
+from spindle.data.decode import Decoder, Microbatch, SampleCache, SampleNumber
 from spindle.data.draws import Mix, Order, Weight, source_of
 from spindle.data.lengths import LengthIndex, Lengths, ReadLengths, UnknownLengths, length_index
 from spindle.errors import CheckpointError, InputError
@@ -20,7 +20,7 @@ from spindle.planners import group_sequences
 ERROR, TRUNCATE, SKIP = TOO_LONG = ("error", "truncate", "skip")
 _MOST_CARRIED = 16  # samples that fit into no sequence of a step, until it is closed
 _MOST_SEEN = 8  # of each source: samples whose lengths a state has, to notice a dataset that has changed
-_KEPT_BYTES = 1 << 28  # of samples that were read for their lengths, on each rank
+_CACHE_BYTES = 1 << 28  # of samples that were read for their lengths, on each rank
 _LINEAR = 3072  # of an item's work p·(p + this), and of each token's: a pure square would heap small items on few
 
 
@@ -60,7 +60,7 @@ class Balanced:
 
     @property
     def read_lengths(self) -> dict[str, ReadLengths]:
-        """By source: lengths that only reading its samples tells."""
+        """By source: lengths that are only known once its samples were read."""
         return {name: index for name, index in self.indices.items() if isinstance(index, ReadLengths)}
 
     def lengths_of(self, sample: SampleNumber) -> Lengths:
@@ -176,7 +176,7 @@ class Balanced:
             if is_new and sample.source in seen:
                 seen[sample.source].append((sample, self.lengths_of(sample)))
             if tokens is None:
-                # Without an index, only two epochs tell that no sample fits.
+                # Without an index, no sample fits if none of two epochs did.
                 num_drawn = drawn[sample.source] - dict(state.drawn)[sample.source]
                 if sample.source not in fitting and num_drawn >= 2 * len(self.sources[sample.source]):
                     raise _nothing_fits(sample.source, self.max_tokens)
@@ -247,7 +247,7 @@ class Balanced:
             length_entry=length_entry,
             seed=self.seed,
             length_functions={name: index.function for name, index in self.read_lengths.items()},
-            kept=KeptSamples(_KEPT_BYTES // max(1, self.num_workers)),
+            cache=SampleCache(_CACHE_BYTES // max(1, self.num_workers)),
         )
 
 
@@ -273,12 +273,12 @@ def balanced(
 
     A sample is a dict of entries with a row for each token, and of the task's item entries. `lengths` says, without
     decoding, how many tokens each sample has and how long its items are: by source, a JSONL or Parquet file, an array
-    of tokens, or pairs (tokens, items); without it, each dataset's `lengths(number)`. Where only reading tells, it is a
-    function of a decoded sample that returns its tokens, or its tokens and the lengths of its items: ranks then read
-    samples in shares, ahead of time, and gather their lengths. `mix` has the weight of each
-    source, a number or a function of the step; all alike without it. A sample of more than `max_tokens` is an error,
-    or with `too_long` "truncate" or "skip". `padding` are the values behind the last token of a sequence, by entry, 0
-    by default; `segments` names an entry that numbers the samples of a sequence from 1, with 0 for padding.
+    of tokens, or pairs (tokens, items); without it, each dataset's `lengths(number)`. Where lengths are only known
+    after reading, it is a function of a decoded sample that returns its tokens, or its tokens and the lengths of its
+    items: each rank then reads a share of the samples to come, and all gather the lengths a step ahead. `mix` has the
+    weight of each source, a number or a function of the step; all alike without it. A sample of more than `max_tokens`
+    is an error, or with `too_long` "truncate" or "skip". `padding` are the values behind the last token of a sequence,
+    by entry, 0 by default; `segments` names an entry that numbers the samples of a sequence from 1, with 0 for padding.
 
     Each rank decodes what it needs of a step in `num_workers` processes of its own, while the step before runs; without
     any, in the rank itself when the step begins. They are started by `multiprocessing_context` ("fork", "spawn",
@@ -324,9 +324,9 @@ def balanced(
         for name, dataset in sources.items()
     }
     for name, index in indices.items():
-        is_indexed = isinstance(index, LengthIndex)
-        if too_long == SKIP and is_indexed and int(index.tokens[: len(sources[name])].min()) > max_tokens:
-            raise _nothing_fits(name, max_tokens)
+        if too_long == SKIP and isinstance(index, LengthIndex):
+            if int(index.tokens[: len(sources[name])].min()) > max_tokens:
+                raise _nothing_fits(name, max_tokens)
     return Balanced(
         dict(sources),
         indices,

@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from spindle.data.lengths import LengthFunction, Lengths, Unreadable, told_lengths
+from spindle.data.lengths import LengthFunction, Lengths, Unreadable, lengths_of_sample
 from spindle.data.random_state import is_same, random_state, restored_random_state, seed_all
 from spindle.errors import SpindleError, TrainingError
 
@@ -62,35 +62,42 @@ class Wanted:
 WHOLE = Wanted()
 
 
-class KeptSamples:
-    """Samples that were read for their lengths, the last of them up to so many bytes: whoever decodes them in the same
-    process need not read them again."""
+class SampleCache:
+    """Samples that were read for their lengths, the last of them up to so many bytes, for the first step that decodes
+    them in the same process. Later steps read them again: a dataset may augment each time in its own way."""
 
-    def __init__(self, most_bytes: int) -> None:
-        self._most_bytes, self._num_bytes = most_bytes, 0
+    def __init__(self, max_bytes: int) -> None:
+        self._max_bytes, self._num_bytes = max_bytes, 0
         self._samples: dict[SampleNumber, tuple[Mapping[str, Any], int]] = {}
+        self._step_of: dict[SampleNumber, int] = {}  # the first that decoded it
 
     def add(self, number: SampleNumber, sample: Mapping[str, Any]) -> None:
-        """Keep a sample, if it is made of tensors or arrays, whose size is known."""
+        """Add a sample, if it is made of tensors or arrays, whose size is known."""
         values = list(sample.values())
         if number in self._samples or not all(isinstance(value, torch.Tensor | np.ndarray) for value in values):
             return
         num_bytes = sum(int(value.nbytes) for value in values)
         self._samples[number] = dict(sample), num_bytes
         self._num_bytes += num_bytes
-        while self._num_bytes > self._most_bytes:
-            _, num_bytes = self._samples.pop(next(iter(self._samples)))
-            self._num_bytes -= num_bytes
+        while self._num_bytes > self._max_bytes:
+            self._remove(next(iter(self._samples)))
 
-    def get(self, number: SampleNumber) -> Mapping[str, Any] | None:
+    def get(self, number: SampleNumber, step: int) -> Mapping[str, Any] | None:
+        if number in self._samples and self._step_of.setdefault(number, step) != step:
+            self._remove(number)
         return self._samples[number][0] if number in self._samples else None
+
+    def _remove(self, number: SampleNumber) -> None:
+        _, num_bytes = self._samples.pop(number)
+        self._num_bytes -= num_bytes
+        self._step_of.pop(number, None)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Decoder:
     """Decodes microbatches. `item_entries` are entries with rows for each item: as many as its length, or one (None);
-    `length_entry` is the entry that gets the lengths. `length_functions` tell the lengths of decoded samples of sources
-    that have no index. `watch` is told each sample before it is read."""
+    `length_entry` is the entry that gets the lengths. `length_functions` return the lengths of decoded samples of
+    sources that have no index. `watch` is told each sample before it is read."""
 
     datasets: Mapping[str, Any]
     max_tokens: int
@@ -100,7 +107,7 @@ class Decoder:
     length_entry: str | None
     seed: int = 0
     length_functions: Mapping[str, LengthFunction] = field(default_factory=dict)
-    kept: KeptSamples = field(default_factory=lambda: KeptSamples(0), compare=False)
+    cache: SampleCache = field(default_factory=lambda: SampleCache(0), compare=False)
     watch: Callable[[SampleNumber], None] | None = None
     _drawing: set[str] = field(default_factory=set, compare=False)  # sources whose `get_items` draws random numbers
 
@@ -130,10 +137,10 @@ class Decoder:
             with self._reading(_NO_STEP, sample):
                 before = random_state()
                 read = _entries(self.datasets[sample.source][sample.number], (), sample)
-                lengths = told_lengths(self.length_functions[sample.source], read)
+                lengths = lengths_of_sample(self.length_functions[sample.source], read)
                 # Which step a sample comes in is not known yet, and its random numbers depend on that.
                 if is_same(random_state(), before):
-                    self.kept.add(sample, read)
+                    self.cache.add(sample, read)
             return lengths
         except SpindleError as error:
             return Unreadable(f"{where}: {error}")
@@ -168,7 +175,7 @@ class Decoder:
         for place, (sample, length) in enumerate(zip(sequence, lengths, strict=True)):
             tokens = min(length, self.max_tokens)
             with self._reading(step, sample):
-                decoded = self._fields(sample, fields)
+                decoded = self._fields(step, sample, fields)
             if place and decoded.keys() != entries.keys():
                 first, name = sequence[0], min(decoded.keys() ^ entries.keys())
                 raise TrainingError(
@@ -194,15 +201,14 @@ class Decoder:
         filler = tensor.new_full((missing, *tensor.shape[1:]), self.padding.get(name, 0))
         return torch.cat([tensor, filler]) if missing else tensor
 
-    def _fields(self, sample: SampleNumber, fields: Collection[str] | None) -> Mapping[str, Any]:
-        dataset = self.datasets[sample.source]
+    def _fields(self, step: int, sample: SampleNumber, fields: Collection[str] | None) -> Mapping[str, Any]:
+        dataset, whole = self.datasets[sample.source], self.cache.get(sample, step)
         if fields is not None:
             wanted = sorted(name for name in fields if name not in self.item_entries and name != self.segments)
             if not wanted:
                 return {}
-            if hasattr(dataset, "get_fields") and self.kept.get(sample) is None:
+            if hasattr(dataset, "get_fields") and whole is None:
                 return _entries(dataset.get_fields(sample.number, wanted), wanted, sample)
-        whole = self.kept.get(sample)
         if whole is None:
             whole = _entries(dataset[sample.number], (), sample)
         return {
@@ -262,9 +268,9 @@ class Decoder:
         self, step: int, sample: SampleNumber, names: list[str], numbers: list[int], every: list[int]
     ) -> tuple[dict[str, torch.Tensor], list[int]]:
         """Entries of some items of a sample, or of all of them, and which these are."""
-        dataset, kept = self.datasets[sample.source], self.kept.get(sample)
-        if kept is not None:
-            entries = _entries(kept, names, sample)
+        dataset, cached = self.datasets[sample.source], self.cache.get(sample, step)
+        if cached is not None:
+            entries = _entries(cached, names, sample)
             return {name: torch.as_tensor(entries[name]) for name in names}, every
         has_items = hasattr(dataset, "get_items")
         # The random numbers of an item would depend on which others a rank asks for with it: ranks that share the item
@@ -282,7 +288,7 @@ class Decoder:
 
     def _cause(self, sample: SampleNumber) -> str:
         if sample.source in self.length_functions:
-            return "the function lengths= told before; it must tell the same whenever a sample is read"
+            return "the function lengths= returned before; it must return the same whenever a sample is read"
         return "its index says; make the index again"
 
     def _rows(self, name: str, lengths: Sequence[int]) -> Sequence[int]:

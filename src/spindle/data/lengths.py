@@ -18,7 +18,7 @@ from spindle.errors import InputError, TrainingError
 Column = NDArray[np.int64]
 Lengths = tuple[int, tuple[int, ...]]  # tokens of a sample, and the lengths of its items
 LengthFunction = Callable[[dict[str, Any]], Any]  # of a decoded sample
-_MOST_KNOWN = 1 << 20  # samples of a source whose lengths are remembered after they were read
+_MAX_KNOWN = 1 << 20  # samples of a source whose lengths are remembered after they were read
 _EXPECTED = "expected its tokens, such as 812, or its tokens and the lengths of its items, such as (812, [256, 1024])"
 
 
@@ -65,8 +65,8 @@ class UnknownLengths(Exception):
 
 
 class ReadLengths:
-    """Lengths that a function of the user tells of decoded samples, as far as they were read. All ranks have the same,
-    which they gather from each other; nothing is added by one rank alone."""
+    """Lengths that a user's function returns for decoded samples, as far as these were read. All ranks have the same:
+    they gather them from each other, and no rank adds any alone."""
 
     def __init__(self, function: LengthFunction, num_samples: int) -> None:
         self.function, self._num_samples = function, num_samples
@@ -81,7 +81,7 @@ class ReadLengths:
 
     def add(self, sample: int, lengths: Lengths | Unreadable) -> None:
         self._known[sample] = lengths
-        if len(self._known) > _MOST_KNOWN:
+        if len(self._known) > _MAX_KNOWN:
             del self._known[next(iter(self._known))]  # the oldest, on all ranks; it is read again in the next epoch
 
     def forget_unreadable(self) -> None:
@@ -103,17 +103,17 @@ class ReadLengths:
         return f"read from {self._num_samples} samples"
 
 
-def told_lengths(function: LengthFunction, sample: Mapping[str, Any]) -> Lengths:
-    """What a function tells of a sample; refuses what cannot be lengths."""
-    told = function(dict(sample))
+def lengths_of_sample(function: LengthFunction, sample: Mapping[str, Any]) -> Lengths:
+    """What a function returns for a sample; refuses what cannot be lengths."""
+    returned = function(dict(sample))
     try:
-        tokens, items = _pair(told)
+        tokens, items = _pair(returned)
     except (TypeError, ValueError) as error:
-        raise InputError(f"balanced(lengths=...): the function returned {told!r:.200}; {_EXPECTED}") from error
+        raise InputError(f"balanced(lengths=...): the function returned {returned!r:.200}; {_EXPECTED}") from error
     if tokens < 1 or min(items, default=1) < 1:
         raise InputError(
-            f"balanced(lengths=...): the function returned {told!r:.200}; expected at least one token, and a row of "
-            "each item"
+            f"balanced(lengths=...): the function returned {returned!r:.200}; expected at least one token, and a row "
+            "of each item"
         )
     return tokens, items
 

@@ -2,8 +2,8 @@
 
 A batch is announced with its shapes and the lengths of its items; its values are decoded when it runs, only the entries
 and items that the rank's slots read; by worker processes, where there are any, ahead of time. Which samples it has, and
-how long they are, is compared between ranks with the header, by a digest. Lengths that only reading tells are gathered
-before (`length_gathering.py`).
+how long they are, is compared between ranks with the header, by a digest. Lengths that are only known after reading are
+gathered before (`length_gathering.py`).
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from spindle.data import (
     Unreadable,
     Wanted,
 )
-from spindle.errors import SpindleError, TrainingError
+from spindle.errors import InputError, TrainingError
 from spindle.run import World, digest, signature_of
 from spindle.train.feed import Batch, Feed, LoaderPosition
 from spindle.train.items import item_entries, with_lengths
@@ -63,8 +63,12 @@ class BalancedFeed(Feed):
         self._asked: dict[int, dict[Wanted | None, int]] = {}
         self._lengths: LengthGathering | None = None
         if loader.read_lengths:
-            self._lengths = LengthGathering(loader, world, self.definition.name, self._start_reading)
-            self.prepare(0)
+            try:
+                self._lengths = LengthGathering(loader, world, self.definition.name, self._start_reading)
+                self.prepare(0)
+            except BaseException:
+                self.close()
+                raise
 
     @property
     def decodes_ahead(self) -> bool:
@@ -87,7 +91,7 @@ class BalancedFeed(Feed):
         self._compute(step, self._lengths.step_after)
         try:
             self._compute(step + 1, self._lengths.step_after)
-        except SpindleError:  # of a step that may never run
+        except (InputError, TrainingError):  # of a step that may never run
             if self.decodes_ahead:
                 raise
         last = max(self._after)

@@ -1,4 +1,4 @@
-"""Lengths that only reading tells: each rank reads a share of the samples to come, and all gather the lengths.
+"""Lengths that are only known after reading: each rank reads a share of the samples to come, and all gather them.
 
 Samples of later steps go through stages, one with each step: they are read (by worker processes, where there are any),
 the numbers of their tokens and items are gathered, then the lengths of items. No stage waits for another rank unless a
@@ -79,8 +79,10 @@ class LengthGathering:
         read = take()
         counts = torch.zeros(len(shares[0]), 2, dtype=torch.int64)
         for place, lengths in enumerate(read):
-            is_readable = not isinstance(lengths, Unreadable)
-            counts[place, 0], counts[place, 1] = (lengths[0], len(lengths[1])) if is_readable else (_UNREADABLE, 0)
+            if isinstance(lengths, Unreadable):
+                counts[place, 0] = _UNREADABLE
+            else:
+                counts[place, 0], counts[place, 1] = lengths[0], len(lengths[1])
         gathering = world.start_all_gather(counts)
         yield
         counts_by_rank = torch.stack(gathering.wait())
