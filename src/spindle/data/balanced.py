@@ -324,9 +324,10 @@ def balanced(
         for name, dataset in sources.items()
     }
     for name, index in indices.items():
-        if too_long == SKIP and isinstance(index, LengthIndex):
-            if int(index.tokens[: len(sources[name])].min()) > max_tokens:
-                raise _nothing_fits(name, max_tokens)
+        if too_long != SKIP or not isinstance(index, LengthIndex):
+            continue
+        if int(index.tokens[: len(sources[name])].min()) > max_tokens:
+            raise _nothing_fits(name, max_tokens)
     return Balanced(
         dict(sources),
         indices,
