@@ -1,13 +1,14 @@
 """Balanced, resumable data: which samples a step has, packed into sequences, and what each rank decodes of them.
 
-Samples are drawn by seed and number and packed from their lengths alone, so every rank computes the same steps without
-messages, whatever the number of ranks. `balanced` is part of the public interface.
+Samples are drawn by seed and number and packed from their lengths alone, so every rank computes the same steps,
+whatever the number of ranks, and without messages where an index has the lengths. `balanced` is part of the public
+interface.
 """
 
 from spindle.data.balanced import Balanced, State, balanced
 from spindle.data.decode import WHOLE, Decoder, Microbatch, SampleNumber, Wanted
 from spindle.data.draws import Mix
-from spindle.data.lengths import LengthIndex, length_index
+from spindle.data.lengths import LengthIndex, Lengths, ReadLengths, UnknownLengths, Unreadable, length_index
 from spindle.data.random_state import (
     RandomState,
     is_same,
@@ -24,11 +25,15 @@ __all__ = [
     "DecodeWorkers",
     "Decoder",
     "LengthIndex",
+    "Lengths",
     "Microbatch",
     "Mix",
     "RandomState",
+    "ReadLengths",
     "SampleNumber",
     "State",
+    "UnknownLengths",
+    "Unreadable",
     "Wanted",
     "balanced",
     "is_same",

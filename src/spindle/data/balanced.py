@@ -3,21 +3,24 @@
 from __future__ import annotations
 
 import multiprocessing
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from itertools import islice
 from numbers import Real
 from typing import Any
 
 import numpy as np
 
-from spindle.data.decode import Decoder, Microbatch, SampleNumber
+from spindle.data.decode import Decoder, Microbatch, SampleCache, SampleNumber
 from spindle.data.draws import Mix, Order, Weight, source_of
-from spindle.data.lengths import LengthIndex, length_index
+from spindle.data.lengths import LengthIndex, Lengths, ReadLengths, UnknownLengths, length_index
 from spindle.errors import CheckpointError, InputError
 from spindle.planners import group_sequences
 
 ERROR, TRUNCATE, SKIP = TOO_LONG = ("error", "truncate", "skip")
 _MOST_CARRIED = 16  # samples that fit into no sequence of a step, until it is closed
+_MOST_SEEN = 8  # of each source: samples whose lengths a state has, to notice a dataset that has changed
+_CACHE_BYTES = 1 << 28  # of samples that were read for their lengths, on each rank
 _LINEAR = 3072  # of an item's work p·(p + this), and of each token's: a pure square would heap small items on few
 
 
@@ -29,6 +32,7 @@ class State:
     draws: int
     drawn: tuple[tuple[str, int], ...]  # by source: how many of its samples, through all epochs
     carried: tuple[SampleNumber, ...]  # drawn, and in no sequence yet
+    seen: tuple[tuple[SampleNumber, Lengths], ...] = ()  # drawn last, of sources whose lengths are read
 
 
 class Balanced:
@@ -37,7 +41,7 @@ class Balanced:
     def __init__(
         self,
         sources: Mapping[str, Any],
-        indices: Mapping[str, LengthIndex],
+        indices: Mapping[str, LengthIndex | ReadLengths],
         *,
         max_tokens: int,
         mix: Mix,
@@ -53,6 +57,18 @@ class Balanced:
         self.too_long, self.padding, self.segments = too_long, padding, segments
         self._orders = {name: Order(name, len(sources[name]), seed) for name in sources}
         self.state = State(step=0, draws=0, drawn=tuple((name, 0) for name in sources), carried=())
+
+    @property
+    def read_lengths(self) -> dict[str, ReadLengths]:
+        """By source: lengths that are only known once its samples were read."""
+        return {name: index for name, index in self.indices.items() if isinstance(index, ReadLengths)}
+
+    def lengths_of(self, sample: SampleNumber) -> Lengths:
+        return self.indices[sample.source].lengths_of(sample.number)
+
+    def is_known(self, sample: SampleNumber) -> bool:
+        index = self.indices[sample.source]
+        return isinstance(index, LengthIndex) or sample.number in index
 
     def state_dict(self) -> dict[str, Any]:
         """Where the data continue: after the last step that was trained. It resumes on any number of ranks."""
@@ -73,6 +89,7 @@ class Balanced:
                 for name, drawn in state.drawn
             },
             "carried": [list(sample) for sample in state.carried],
+            "seen": [[*sample, tokens, list(items)] for sample, (tokens, items) in state.seen],
             "max_tokens": self.max_tokens,
             "too_long": self.too_long,
             "mix": self.mix.text,
@@ -84,6 +101,7 @@ class Balanced:
             raise CheckpointError(
                 f"the state of the data is a {type(state).__name__}; expected what state_dict() of balanced(...) gave"
             )
+        state = {"seen": [], **state}  # which states of earlier versions do not have
         missing = [key for key in self.state_dict() if key not in state]
         if missing:
             raise CheckpointError(
@@ -113,13 +131,19 @@ class Balanced:
                 draws=int(state["draws"]),
                 drawn=tuple((name, int(state["sources"][name]["drawn"])) for name in self.sources),
                 carried=tuple(SampleNumber(str(source), int(number)) for source, number in state["carried"]),
+                seen=tuple(
+                    (SampleNumber(str(source), int(number)), (int(tokens), tuple(map(int, items))))
+                    for source, number, tokens, items in state["seen"]
+                ),
             )
         except (TypeError, ValueError, KeyError) as error:
             raise CheckpointError(f"the state of the data is damaged ({type(error).__name__}: {error})") from error
         counts = [loaded.step, loaded.draws, *(drawn for _, drawn in loaded.drawn)]
         lost = [each for each in loaded.carried if not 0 <= each.number < len(self.sources.get(each.source, ()))]
+        read = {name: len(self.sources[name]) for name in self.read_lengths}
+        lost += [each for each, _ in loaded.seen if not 0 <= each.number < read.get(each.source, 0)]
         if min(counts) < 0 or lost:
-            what = f"carries {tuple(lost[0])} over, which is no sample" if lost else "counts below 0"
+            what = f"has {tuple(lost[0])}, which is no sample" if lost else "counts below 0"
             raise CheckpointError(f"the state of the data is damaged: it {what}")
         self.state = loaded
 
@@ -127,7 +151,8 @@ class Balanced:
         """The microbatches of the step that follows a state, each of `batch_size` sequences, and the state after it.
 
         Samples go to the first sequence that has room, in the order in which they were drawn; what fits nowhere comes
-        first in the next step. Sequences are then grouped so that microbatches have level work.
+        first in the next step. Sequences are then grouped so that microbatches have level work. Raises UnknownLengths
+        where it needs lengths that are not read yet.
         """
         num_sequences = num_microbatches * batch_size
         weights = self.mix.at(state.step)
@@ -135,17 +160,28 @@ class Balanced:
         packed: list[list[SampleNumber]] = [[] for _ in range(num_sequences)]
         carried: list[SampleNumber] = []
         draws, drawn = state.draws, dict(state.drawn)
-        waiting = list(state.carried)
+        waiting, upcoming = list(state.carried), self._draws_after(state, weights)
+        seen: dict[str, list[tuple[SampleNumber, Lengths]]] = {name: [] for name in self.read_lengths}
+        for sample, lengths in state.seen:
+            seen[sample.source].append((sample, lengths))
+        fitting: set[str] = set()  # sources
         while len(carried) < _MOST_CARRIED or waiting:
-            if waiting:
-                sample = waiting.pop(0)
-            else:
-                source = source_of(weights, self.seed, draws)
-                sample = SampleNumber(source, self._orders[source].sample(drawn[source]))
-                draws, drawn[source] = draws + 1, drawn[source] + 1
+            is_new = not waiting
+            sample = next(upcoming) if is_new else waiting.pop(0)
+            if is_new:
+                draws, drawn[sample.source] = draws + 1, drawn[sample.source] + 1
+            if not self.is_known(sample):
+                raise UnknownLengths(draws - state.draws)
             tokens = self._tokens(sample)
+            if is_new and sample.source in seen:
+                seen[sample.source].append((sample, self.lengths_of(sample)))
             if tokens is None:
+                # Without an index, no sample fits if none of two epochs did.
+                num_drawn = drawn[sample.source] - dict(state.drawn)[sample.source]
+                if sample.source not in fitting and num_drawn >= 2 * len(self.sources[sample.source]):
+                    raise _nothing_fits(sample.source, self.max_tokens)
                 continue
+            fitting.add(sample.source)
             place = int(np.argmax(room >= tokens))
             if room[place] < tokens:
                 carried.append(sample)
@@ -158,15 +194,28 @@ class Balanced:
         groups = group_sequences([self._work(sequence) for sequence in packed], num_microbatches)
         microbatches = tuple(self._microbatch(state.step, [packed[place] for place in places]) for places in groups)
         after = State(step=state.step + 1, draws=draws, drawn=tuple(drawn.items()), carried=tuple(carried))
-        return microbatches, after
+        last = tuple(entry for entries in seen.values() for entry in entries[-_MOST_SEEN:])
+        return microbatches, replace(after, seen=last)
+
+    def _draws_after(self, state: State, weights: Mapping[str, float]) -> Iterator[SampleNumber]:
+        """The samples that follow a state, as long as sources have these weights."""
+        draws, drawn = state.draws, dict(state.drawn)
+        while True:
+            source = source_of(weights, self.seed, draws)
+            yield SampleNumber(source, self._orders[source].sample(drawn[source]))
+            draws, drawn[source] = draws + 1, drawn[source] + 1
+
+    def unread(self, state: State, num_draws: int) -> list[SampleNumber]:
+        """Samples without known lengths, among those that a state carries over and the draws that follow it."""
+        following = islice(self._draws_after(state, self.mix.at(state.step)), num_draws)
+        return [sample for sample in dict.fromkeys([*state.carried, *following]) if not self.is_known(sample)]
 
     def _tokens(self, sample: SampleNumber) -> int | None:
         """The tokens of a sample in a sequence; None if it is left out."""
-        index = self.indices[sample.source]
-        tokens = int(index.tokens[sample.number])
+        tokens, items = self.lengths_of(sample)
         if tokens <= self.max_tokens or self.too_long == SKIP:
             return tokens if tokens <= self.max_tokens else None
-        if self.too_long == TRUNCATE and not index.items_of(sample.number):
+        if self.too_long == TRUNCATE and not items:
             return self.max_tokens
         hint = "skip it (too_long='skip')" if self.too_long == TRUNCATE else "truncate or skip it (too_long=...)"
         raise InputError(
@@ -178,29 +227,32 @@ class Balanced:
     def _work(self, sequence: list[SampleNumber]) -> int:
         """Integers in proportion to the time of a sequence, roughly: p·(p + 3072) of each item, 3072 of each token."""
         work = 0
-        for source, number in sequence:
-            index = self.indices[source]
-            work += _LINEAR * min(int(index.tokens[number]), self.max_tokens)
-            work += sum(length * (length + _LINEAR) for length in index.items_of(number))
+        for tokens, items in map(self.lengths_of, sequence):
+            work += _LINEAR * min(tokens, self.max_tokens)
+            work += sum(length * (length + _LINEAR) for length in items)
         return work
 
     def _microbatch(self, step: int, sequences: list[list[SampleNumber]]) -> Microbatch:
-        samples = [sample for sequence in sequences for sample in sequence]
-        items = [length for source, number in samples for length in self.indices[source].items_of(number)]
-        tokens = sum(min(int(self.indices[source].tokens[number]), self.max_tokens) for source, number in samples)
-        return Microbatch(tuple(map(tuple, sequences)), tuple(items), tokens, step)
+        lengths = tuple(self.lengths_of(sample) for sequence in sequences for sample in sequence)
+        num_tokens = sum(min(tokens, self.max_tokens) for tokens, _ in lengths)
+        return Microbatch(tuple(map(tuple, sequences)), lengths, num_tokens, step)
 
     def decoder(self, item_entries: Mapping[str, str | None], length_entry: str | None) -> Decoder:
         return Decoder(
             datasets=self.sources,
-            indices=self.indices,
             max_tokens=self.max_tokens,
             padding=self.padding,
             segments=self.segments,
             item_entries=item_entries,
             length_entry=length_entry,
             seed=self.seed,
+            length_functions={name: index.function for name, index in self.read_lengths.items()},
+            cache=SampleCache(_CACHE_BYTES // max(1, self.num_workers)),
         )
+
+
+def _nothing_fits(source: str, max_tokens: int) -> InputError:
+    return InputError(f"balanced(...): all samples of {source!r} are longer than max_tokens={max_tokens}; raise it")
 
 
 def balanced(
@@ -221,10 +273,12 @@ def balanced(
 
     A sample is a dict of entries with a row for each token, and of the task's item entries. `lengths` says, without
     decoding, how many tokens each sample has and how long its items are: by source, a JSONL or Parquet file, an array
-    of tokens, or pairs (tokens, items); without it, each dataset's `lengths(number)`. `mix` has the weight of each
-    source, a number or a function of the step; all alike without it. A sample of more than `max_tokens` is an error,
-    or with `too_long` "truncate" or "skip". `padding` are the values behind the last token of a sequence, by entry, 0
-    by default; `segments` names an entry that numbers the samples of a sequence from 1, with 0 for padding.
+    of tokens, or pairs (tokens, items); without it, each dataset's `lengths(number)`. Where lengths are only known
+    after reading, it is a function of a decoded sample that returns its tokens, or its tokens and the lengths of its
+    items: each rank then reads a share of the samples to come, and all gather the lengths a step ahead. `mix` has the
+    weight of each source, a number or a function of the step; all alike without it. A sample of more than `max_tokens`
+    is an error, or with `too_long` "truncate" or "skip". `padding` are the values behind the last token of a sequence,
+    by entry, 0 by default; `segments` names an entry that numbers the samples of a sequence from 1, with 0 for padding.
 
     Each rank decodes what it needs of a step in `num_workers` processes of its own, while the step before runs; without
     any, in the rank itself when the step begins. They are started by `multiprocessing_context` ("fork", "spawn",
@@ -262,7 +316,7 @@ def balanced(
     if isinstance(lengths, Mapping) and not set(lengths) <= set(sources):
         name = next(name for name in lengths if name not in sources)
         raise InputError(f"balanced(lengths=...): {name!r} is no source; sources: {', '.join(sources)}")
-    if lengths is not None and not isinstance(lengths, Mapping) and len(sources) > 1:
+    if lengths is not None and not isinstance(lengths, Mapping) and not callable(lengths) and len(sources) > 1:
         raise InputError("balanced(lengths=...): there are several sources; give the lengths of each, by name")
     given = lengths if isinstance(lengths, Mapping) else dict.fromkeys(sources, lengths)
     indices = {
@@ -270,10 +324,10 @@ def balanced(
         for name, dataset in sources.items()
     }
     for name, index in indices.items():
-        if too_long == SKIP and int(index.tokens[: len(sources[name])].min()) > max_tokens:
-            raise InputError(
-                f"balanced(...): all samples of {name!r} are longer than max_tokens={max_tokens}; raise it"
-            )
+        if too_long != SKIP or not isinstance(index, LengthIndex):
+            continue
+        if int(index.tokens[: len(sources[name])].min()) > max_tokens:
+            raise _nothing_fits(name, max_tokens)
     return Balanced(
         dict(sources),
         indices,

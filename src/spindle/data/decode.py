@@ -10,16 +10,20 @@ Of a dataset that draws some in `get_items`, all items of a sample are decoded, 
 from __future__ import annotations
 
 import hashlib
+import traceback
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 
-from spindle.data.lengths import LengthIndex
+from spindle.data.lengths import LengthFunction, Lengths, Unreadable, lengths_of_sample
 from spindle.data.random_state import is_same, random_state, restored_random_state, seed_all
 from spindle.errors import SpindleError, TrainingError
+
+_NO_STEP = -1  # samples that are read for their lengths
 
 
 class SampleNumber(NamedTuple):
@@ -29,17 +33,21 @@ class SampleNumber(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Microbatch:
-    """The samples of each sequence of a microbatch, the lengths of all its items, in this order, and the step that it
-    is of."""
+    """The samples of each sequence of a microbatch, the lengths of all samples, in this order, and the step that it is
+    of."""
 
     sequences: tuple[tuple[SampleNumber, ...], ...]
-    item_lengths: tuple[int, ...]
+    lengths: tuple[Lengths, ...]
     num_tokens: int
     step: int = 0
 
     @property
     def samples(self) -> list[SampleNumber]:
         return [sample for sequence in self.sequences for sample in sequence]
+
+    @property
+    def item_lengths(self) -> tuple[int, ...]:
+        return tuple(length for _, items in self.lengths for length in items)
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,19 +62,52 @@ class Wanted:
 WHOLE = Wanted()
 
 
+class SampleCache:
+    """Samples that were read for their lengths, the last of them up to so many bytes, for the first step that decodes
+    them in the same process. Later steps read them again: a dataset may augment each time in its own way."""
+
+    def __init__(self, max_bytes: int) -> None:
+        self._max_bytes, self._num_bytes = max_bytes, 0
+        self._samples: dict[SampleNumber, tuple[Mapping[str, Any], int]] = {}
+        self._step_of: dict[SampleNumber, int] = {}  # the first that decoded it
+
+    def add(self, number: SampleNumber, sample: Mapping[str, Any]) -> None:
+        """Add a sample, if it is made of tensors or arrays, whose size is known."""
+        values = list(sample.values())
+        if number in self._samples or not all(isinstance(value, torch.Tensor | np.ndarray) for value in values):
+            return
+        num_bytes = sum(int(value.nbytes) for value in values)
+        self._samples[number] = dict(sample), num_bytes
+        self._num_bytes += num_bytes
+        while self._num_bytes > self._max_bytes:
+            self._remove(next(iter(self._samples)))
+
+    def get(self, number: SampleNumber, step: int) -> Mapping[str, Any] | None:
+        if number in self._samples and self._step_of.setdefault(number, step) != step:
+            self._remove(number)
+        return self._samples[number][0] if number in self._samples else None
+
+    def _remove(self, number: SampleNumber) -> None:
+        _, num_bytes = self._samples.pop(number)
+        self._num_bytes -= num_bytes
+        self._step_of.pop(number, None)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Decoder:
     """Decodes microbatches. `item_entries` are entries with rows for each item: as many as its length, or one (None);
-    `length_entry` is the entry that gets the lengths. `watch` is told each sample before it is read."""
+    `length_entry` is the entry that gets the lengths. `length_functions` return the lengths of decoded samples of
+    sources that have no index. `watch` is told each sample before it is read."""
 
     datasets: Mapping[str, Any]
-    indices: Mapping[str, LengthIndex]
     max_tokens: int
     padding: Mapping[str, float]
     segments: str | None
     item_entries: Mapping[str, str | None]
     length_entry: str | None
     seed: int = 0
+    length_functions: Mapping[str, LengthFunction] = field(default_factory=dict)
+    cache: SampleCache = field(default_factory=lambda: SampleCache(0), compare=False)
     watch: Callable[[SampleNumber], None] | None = None
     _drawing: set[str] = field(default_factory=set, compare=False)  # sources whose `get_items` draws random numbers
 
@@ -74,21 +115,44 @@ class Decoder:
         """The batch, or what is wanted of it."""
         rows: dict[str, list[torch.Tensor]] = {}
         with restored_random_state():
+            lengths = iter(microbatch.lengths)
             for place, sequence in enumerate(microbatch.sequences):
+                tokens = [next(lengths)[0] for _ in sequence]
                 names = None
                 if wanted.fields is not None:
                     names = [name for name, first, last in wanted.fields if first <= place < last]
-                for name, tensor in self._sequence(microbatch, sequence, names).items():
+                for name, tensor in self._sequence(microbatch.step, sequence, tokens, names).items():
                     rows.setdefault(name, []).append(tensor)
             batch: dict[str, Any] = {name: torch.stack(tensors) for name, tensors in rows.items()}
             return batch | self._items(microbatch, wanted.items)
 
+    def read_lengths(self, samples: Sequence[SampleNumber]) -> list[Lengths | Unreadable]:
+        """Read samples for their lengths. An error is that of its sample alone, and raised when the sample is drawn."""
+        with restored_random_state():
+            return [self._read_lengths(sample) for sample in samples]
+
+    def _read_lengths(self, sample: SampleNumber) -> Lengths | Unreadable:
+        where = f"sample {sample.number} of {sample.source!r} could not be read for its lengths"
+        try:
+            with self._reading(_NO_STEP, sample):
+                before = random_state()
+                read = _entries(self.datasets[sample.source][sample.number], (), sample)
+                lengths = lengths_of_sample(self.length_functions[sample.source], read)
+                # Which step a sample comes in is not known yet, and its random numbers depend on that.
+                if is_same(random_state(), before):
+                    self.cache.add(sample, read)
+            return lengths
+        except SpindleError as error:
+            return Unreadable(f"{where}: {error}")
+        except Exception as error:
+            return Unreadable(f"{where}: {type(error).__name__}: {error}", traceback.format_exc())
+
     @contextmanager
-    def _reading(self, microbatch: Microbatch, sample: SampleNumber) -> Iterator[None]:
+    def _reading(self, step: int, sample: SampleNumber) -> Iterator[None]:
         """Around code of a dataset: its random numbers are those of the sample, and its errors name the sample."""
         if self.watch is not None:
             self.watch(sample)
-        parts = f"{self.seed} {microbatch.step} {sample.source} {sample.number}"
+        parts = f"{self.seed} {step} {sample.source} {sample.number}"
         seed_all(int.from_bytes(hashlib.blake2b(parts.encode(), digest_size=7).digest(), "big"))
         try:
             yield
@@ -99,16 +163,19 @@ class Decoder:
             raise
 
     def _sequence(
-        self, microbatch: Microbatch, sequence: Sequence[SampleNumber], fields: Collection[str] | None
+        self,
+        step: int,
+        sequence: Sequence[SampleNumber],
+        lengths: Sequence[int],
+        fields: Collection[str] | None,
     ) -> dict[str, torch.Tensor]:
         """The entries of one sequence with a row for each token, padded."""
         entries: dict[str, list[torch.Tensor]] = {}
         segments: list[torch.Tensor] = []
-        for place, sample in enumerate(sequence):
-            indexed = int(self.indices[sample.source].tokens[sample.number])
-            tokens = min(indexed, self.max_tokens)
-            with self._reading(microbatch, sample):
-                decoded = self._fields(sample, fields)
+        for place, (sample, length) in enumerate(zip(sequence, lengths, strict=True)):
+            tokens = min(length, self.max_tokens)
+            with self._reading(step, sample):
+                decoded = self._fields(step, sample, fields)
             if place and decoded.keys() != entries.keys():
                 first, name = sequence[0], min(decoded.keys() ^ entries.keys())
                 raise TrainingError(
@@ -118,10 +185,10 @@ class Decoder:
                 )
             for name, value in decoded.items():
                 tensor = torch.as_tensor(value)
-                if tensor.dim() == 0 or len(tensor) != indexed:
+                if tensor.dim() == 0 or len(tensor) != length:
                     raise TrainingError(
                         f"sample {sample.number} of {sample.source!r}: {name!r} has shape {tuple(tensor.shape)}, "
-                        f"expected a row for each of the {indexed} tokens that its index says; make the index again"
+                        f"expected a row for each of the {length} tokens that {self._cause(sample)}"
                     )
                 entries.setdefault(name, []).append(tensor[:tokens])
             segments.append(torch.full((tokens,), place + 1, dtype=torch.int64))
@@ -134,15 +201,16 @@ class Decoder:
         filler = tensor.new_full((missing, *tensor.shape[1:]), self.padding.get(name, 0))
         return torch.cat([tensor, filler]) if missing else tensor
 
-    def _fields(self, sample: SampleNumber, fields: Collection[str] | None) -> Mapping[str, Any]:
-        dataset = self.datasets[sample.source]
+    def _fields(self, step: int, sample: SampleNumber, fields: Collection[str] | None) -> Mapping[str, Any]:
+        dataset, whole = self.datasets[sample.source], self.cache.get(sample, step)
         if fields is not None:
             wanted = sorted(name for name in fields if name not in self.item_entries and name != self.segments)
             if not wanted:
                 return {}
-            if hasattr(dataset, "get_fields"):
+            if hasattr(dataset, "get_fields") and whole is None:
                 return _entries(dataset.get_fields(sample.number, wanted), wanted, sample)
-        whole = _entries(dataset[sample.number], (), sample)
+        if whole is None:
+            whole = _entries(dataset[sample.number], (), sample)
         return {
             name: value
             for name, value in whole.items()
@@ -153,21 +221,22 @@ class Decoder:
         if not microbatch.item_lengths or not self.item_entries:
             return {}
         wanted = range(len(microbatch.item_lengths)) if items is None else items
-        owners: list[tuple[SampleNumber, int]] = []  # by item: its sample, and its number there
-        for sample in microbatch.samples:
-            count = len(self.indices[sample.source].items_of(sample.number))
-            owners += [(sample, number) for number in range(count)]
+        samples = microbatch.samples
+        owners: list[tuple[int, int]] = []  # by item: the place of its sample in the microbatch, and its number there
+        for place, (_, lengths) in enumerate(microbatch.lengths):
+            owners += [(place, number) for number in range(len(lengths))]
         entries: dict[str, list[torch.Tensor]] = {}
         place = 0
         wanted = list(wanted)
         while place < len(wanted):
             # Items of one sample that follow each other are decoded together.
-            sample = owners[wanted[place]][0]
+            owner = owners[wanted[place]][0]
             end = place
-            while end < len(wanted) and owners[wanted[end]][0] is sample:
+            while end < len(wanted) and owners[wanted[end]][0] == owner:
                 end += 1
             numbers = [owners[item][1] for item in wanted[place:end]]
-            for name, tensor in self._some_items(microbatch, sample, numbers).items():
+            lengths = microbatch.lengths[owner][1]
+            for name, tensor in self._some_items(microbatch.step, samples[owner], lengths, numbers).items():
                 entries.setdefault(name, []).append(tensor)
             place = end
         batch: dict[str, Any] = {name: torch.cat(parts) for name, parts in entries.items()}
@@ -175,16 +244,17 @@ class Decoder:
             batch[self.length_entry] = torch.tensor([microbatch.item_lengths[item] for item in wanted])
         return batch
 
-    def _some_items(self, microbatch: Microbatch, sample: SampleNumber, numbers: list[int]) -> dict[str, torch.Tensor]:
-        lengths = self.indices[sample.source].items_of(sample.number)
+    def _some_items(
+        self, step: int, sample: SampleNumber, lengths: Sequence[int], numbers: list[int]
+    ) -> dict[str, torch.Tensor]:
         names = [name for name in self.item_entries if name != self.length_entry]
-        decoded, read = self._read_items(microbatch, sample, names, numbers)
+        decoded, read = self._read_items(step, sample, names, numbers, list(range(len(lengths))))
         for name, tensor in decoded.items():
             expected = sum(self._rows(name, lengths)[number] for number in read)
             if len(tensor) != expected:
                 raise TrainingError(
-                    f"sample {sample.number} of {sample.source!r}: {name!r} has {len(tensor)} rows, and its index says "
-                    f"{expected}; make the index again"
+                    f"sample {sample.number} of {sample.source!r}: {name!r} has {len(tensor)} rows, expected the "
+                    f"{expected} that {self._cause(sample)}"
                 )
         if read == numbers:
             return decoded
@@ -195,16 +265,18 @@ class Decoder:
         return cut
 
     def _read_items(
-        self, microbatch: Microbatch, sample: SampleNumber, names: list[str], numbers: list[int]
+        self, step: int, sample: SampleNumber, names: list[str], numbers: list[int], every: list[int]
     ) -> tuple[dict[str, torch.Tensor], list[int]]:
         """Entries of some items of a sample, or of all of them, and which these are."""
-        dataset = self.datasets[sample.source]
-        every = list(range(len(self.indices[sample.source].items_of(sample.number))))
+        dataset, cached = self.datasets[sample.source], self.cache.get(sample, step)
+        if cached is not None:
+            entries = _entries(cached, names, sample)
+            return {name: torch.as_tensor(entries[name]) for name in names}, every
         has_items = hasattr(dataset, "get_items")
         # The random numbers of an item would depend on which others a rank asks for with it: ranks that share the item
         # would have different ones.
         for items in [numbers, every] if has_items and sample.source not in self._drawing else [every]:
-            with self._reading(microbatch, sample):
+            with self._reading(step, sample):
                 before = random_state()
                 read = dataset.get_items(sample.number, names, items) if has_items else dataset[sample.number]
                 has_drawn = has_items and items != every and not is_same(random_state(), before)
@@ -213,6 +285,11 @@ class Decoder:
                 return {name: torch.as_tensor(entries[name]) for name in names}, items
             self._drawing.add(sample.source)
         raise AssertionError("all items of a sample are read at last")
+
+    def _cause(self, sample: SampleNumber) -> str:
+        if sample.source in self.length_functions:
+            return "the function lengths= returned before; it must return the same whenever a sample is read"
+        return "its index says; make the index again"
 
     def _rows(self, name: str, lengths: Sequence[int]) -> Sequence[int]:
         return lengths if self.item_entries[name] is not None else (1,) * len(lengths)

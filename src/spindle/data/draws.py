@@ -83,14 +83,17 @@ class Order:
 
     def __init__(self, name: str, length: int, seed: int) -> None:
         self._name, self._length, self._seed = name, length, seed
-        self._epoch, self._order = -1, np.zeros(0, dtype=np.int64)
+        self._shuffled_epochs: dict[int, Column] = {}
 
     def sample(self, drawn: int) -> int:
         """The number of the sample that comes after `drawn` others of the source."""
         epoch, place = divmod(drawn, self._length)
-        if epoch != self._epoch:
-            self._epoch, self._order = epoch, self._shuffled(epoch)
-        return int(self._order[place])
+        if epoch not in self._shuffled_epochs:
+            # Two, because samples that are read ahead may lie in the next epoch.
+            for old in list(self._shuffled_epochs)[:-1]:
+                del self._shuffled_epochs[old]
+            self._shuffled_epochs[epoch] = self._shuffled(epoch)
+        return int(self._shuffled_epochs[epoch][place])
 
     def _shuffled(self, epoch: int) -> Column:
         entropy = int.from_bytes(hashlib.blake2b(f"{self._seed} {self._name}".encode(), digest_size=8).digest(), "big")

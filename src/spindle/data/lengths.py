@@ -1,9 +1,9 @@
-"""Tokens and items of each sample of a dataset, known without decoding it."""
+"""Tokens and items of each sample of a dataset: known without decoding it, or once it was read."""
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from operator import index as index_of
 from pathlib import Path
@@ -13,9 +13,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from spindle.artifact import json_value, read_text_file
-from spindle.errors import InputError
+from spindle.errors import InputError, TrainingError
 
 Column = NDArray[np.int64]
+Lengths = tuple[int, tuple[int, ...]]  # tokens of a sample, and the lengths of its items
+LengthFunction = Callable[[dict[str, Any]], Any]  # of a decoded sample
+_MAX_KNOWN = 1 << 20  # samples of a source whose lengths are remembered after they were read
+_EXPECTED = "expected its tokens, such as 812, or its tokens and the lengths of its items, such as (812, [256, 1024])"
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -32,6 +36,9 @@ class LengthIndex:
     def items_of(self, sample: int) -> tuple[int, ...]:
         return tuple(self.item_lengths[self.item_starts[sample] : self.item_starts[sample + 1]].tolist())
 
+    def lengths_of(self, sample: int) -> Lengths:
+        return int(self.tokens[sample]), self.items_of(sample)
+
     @property
     def digest(self) -> str:
         """Differs if any length differs."""
@@ -41,16 +48,90 @@ class LengthIndex:
         return hashed.hexdigest()
 
 
-def length_index(lengths: Any, dataset: Any, where: str) -> LengthIndex:
+@dataclass(frozen=True, slots=True)
+class Unreadable:
+    """In place of the lengths of a sample: why they could not be read."""
+
+    message: str
+    details: str = ""
+
+
+class UnknownLengths(Exception):
+    """A step needs lengths that are not read yet, after so many draws."""
+
+    def __init__(self, num_draws: int) -> None:
+        super().__init__(f"after {num_draws} draws")
+        self.num_draws = num_draws
+
+
+class ReadLengths:
+    """Lengths that a user's function returns for decoded samples, as far as these were read. All ranks have the same:
+    they gather them from each other, and no rank adds any alone."""
+
+    def __init__(self, function: LengthFunction, num_samples: int) -> None:
+        self.function, self._num_samples = function, num_samples
+        self._known: dict[int, Lengths | Unreadable] = {}
+
+    def __len__(self) -> int:
+        """How many are known."""
+        return len(self._known)
+
+    def __contains__(self, sample: int) -> bool:
+        return sample in self._known
+
+    def add(self, sample: int, lengths: Lengths | Unreadable) -> None:
+        self._known[sample] = lengths
+        if len(self._known) > _MAX_KNOWN:
+            del self._known[next(iter(self._known))]  # the oldest, on all ranks; it is read again in the next epoch
+
+    def forget_unreadable(self) -> None:
+        """Samples that could not be read are read again."""
+        self._known = {sample: each for sample, each in self._known.items() if not isinstance(each, Unreadable)}
+
+    def lengths_of(self, sample: int) -> Lengths:
+        lengths = self._known[sample]
+        if isinstance(lengths, Unreadable):
+            error = TrainingError(lengths.message)
+            if lengths.details:
+                error.add_note(lengths.details)
+            raise error
+        return lengths
+
+    @property
+    def digest(self) -> str:
+        """What is known of the lengths before they are read. A state also has the lengths that were read last."""
+        return f"read from {self._num_samples} samples"
+
+
+def lengths_of_sample(function: LengthFunction, sample: Mapping[str, Any]) -> Lengths:
+    """What a function returns for a sample; refuses what cannot be lengths."""
+    returned = function(dict(sample))
+    try:
+        tokens, items = _pair(returned)
+    except (TypeError, ValueError) as error:
+        raise InputError(f"balanced(lengths=...): the function returned {returned!r:.200}; {_EXPECTED}") from error
+    if tokens < 1 or min(items, default=1) < 1:
+        raise InputError(
+            f"balanced(lengths=...): the function returned {returned!r:.200}; expected at least one token, and a row "
+            "of each item"
+        )
+    return tokens, items
+
+
+def length_index(lengths: Any, dataset: Any, where: str) -> LengthIndex | ReadLengths:
     """The index of a dataset: from a JSONL or Parquet file with `tokens` and `items` of each sample, an array of
-    tokens, a list of pairs (tokens, items), or, without any, the dataset's own `lengths(number)`."""
+    tokens, a list of pairs (tokens, items), or, without any, the dataset's own `lengths(number)`. Of a function of
+    decoded samples, an index that is filled as they are read."""
+    if callable(lengths):
+        return ReadLengths(lengths, len(dataset))
     if isinstance(lengths, LengthIndex):
         index = lengths
     elif lengths is None:
         if not hasattr(dataset, "lengths"):
             raise InputError(
-                f"{where}: nothing says how long its samples are; give lengths=..., a file or an array, or let the "
-                "dataset have a method lengths(number) that returns tokens, or tokens and the lengths of items"
+                f"{where}: nothing says how long its samples are; give lengths=..., a file, an array or a "
+                "function of a decoded sample, or let the dataset have a method lengths(number), that returns tokens, "
+                "or tokens and the lengths of items"
             )
         index = _from_entries((dataset.lengths(number) for number in range(len(dataset))), where)
     elif isinstance(lengths, str | Path):
@@ -59,7 +140,8 @@ def length_index(lengths: Any, dataset: Any, where: str) -> LengthIndex:
         entries = lengths.tolist() if hasattr(lengths, "tolist") else lengths
         if not isinstance(entries, Iterable):
             raise InputError(
-                f"{where}: lengths is a {type(lengths).__name__}; expected a file, an array, or pairs (tokens, items)"
+                f"{where}: lengths is a {type(lengths).__name__}; expected a file, an array, or pairs (tokens, items), "
+                "or a function of a decoded sample"
             )
         index = _from_entries(entries, where)
     if len(index) < len(dataset):
@@ -73,14 +155,15 @@ def _from_entries(entries: Iterable[Any], where: str) -> LengthIndex:
     pairs: list[tuple[int, tuple[int, ...]]] = []
     for entry in entries:
         try:
-            tokens, items = entry if isinstance(entry, tuple | list) else (entry, ())
-            pairs.append((index_of(tokens), tuple(map(index_of, items))))
+            pairs.append(_pair(entry))
         except (TypeError, ValueError) as error:
-            raise InputError(
-                f"{where}: the lengths of sample {len(pairs)} are {entry!r}; expected its tokens, such as 812, or its "
-                "tokens and the lengths of its items, such as (812, [256, 1024])"
-            ) from error
+            raise InputError(f"{where}: the lengths of sample {len(pairs)} are {entry!r}; {_EXPECTED}") from error
     return _index([tokens for tokens, _ in pairs], [items for _, items in pairs], where)
+
+
+def _pair(entry: Any) -> Lengths:
+    tokens, items = entry if isinstance(entry, tuple | list) else (entry, ())
+    return index_of(tokens), tuple(map(index_of, items))
 
 
 def _index(tokens: Sequence[int], items: Sequence[Sequence[int]], where: str) -> LengthIndex:

@@ -40,6 +40,12 @@ class _Request:
 
 
 @dataclass(frozen=True, slots=True)
+class _LengthRequest:
+    number: int
+    samples: tuple[SampleNumber, ...]
+
+
+@dataclass(frozen=True, slots=True)
 class _Packed:
     """A batch as one tensor of bytes: by entry, its dtype, its shape and where it begins."""
 
@@ -90,22 +96,30 @@ class DecodeWorkers:
         except (pickle.PicklingError, AttributeError, TypeError) as error:
             self.close()
             raise InputError(
-                f"task {task!r}: its balanced data cannot be sent to worker processes ({error}); define datasets and "
-                'tokens= at the top of a module, or take balanced(multiprocessing_context="fork")'
+                f"task {task!r}: its balanced data cannot be sent to worker processes ({error}); define datasets, "
+                'lengths= and tokens= at the top of a module, or take balanced(multiprocessing_context="fork")'
             ) from error
 
     def ask(self, microbatch: Microbatch, wanted: Wanted, *, counts: bool = False) -> int:
         """Start to decode; returns a number to take it with."""
-        self._receive(0)
         self._number += 1
+        return self._send(_Request(self._number, microbatch, wanted, counts))
+
+    def ask_lengths(self, samples: Sequence[SampleNumber]) -> int:
+        """Start to read samples for their lengths; returns a number to take these with."""
+        self._number += 1
+        return self._send(_LengthRequest(self._number, tuple(samples)))
+
+    def _send(self, request: _Request | _LengthRequest) -> int:
+        self._receive(0)
         idlest = min(range(len(self._processes)), key=lambda place: len(self._requested[place]))
-        self._requested[idlest][self._number] = None
+        self._requested[idlest][request.number] = None
         with suppress(OSError):  # the process is gone, as is noticed when the answer is taken
-            self._connections[idlest].send(_Request(self._number, microbatch, wanted, counts))
-        return self._number
+            self._connections[idlest].send(request)
+        return request.number
 
     def take(self, number: int) -> Any:
-        """What was decoded, or the tokens that were counted."""
+        """What was decoded, the tokens that were counted, or the lengths of samples."""
         while number not in self._answers:
             self._receive(None)
             for place, process in enumerate(self._processes):
@@ -210,8 +224,12 @@ def _serve(
         return
 
 
-def _answer(decoder: Decoder, count: Count | None, request: _Request, current: Any, sources: Sequence[str]) -> Any:
+def _answer(
+    decoder: Decoder, count: Count | None, request: _Request | _LengthRequest, current: Any, sources: Sequence[str]
+) -> Any:
     current[:] = (-1, -1)
+    if isinstance(request, _LengthRequest):
+        return decoder.read_lengths(request.samples)
     try:
         batch = decoder.decode(request.microbatch, request.wanted)
         current[:] = (-1, -1)

@@ -1,30 +1,46 @@
 """Batches of balanced data: planned from lengths, decoded when a rank knows what it needs of them.
 
 A batch is announced with its shapes and the lengths of its items; its values are decoded when it runs, only the entries
-and items that the rank's slots read; by worker processes, where there are any, ahead of time. Which samples it has is
-compared between ranks with the header, by a digest.
+and items that the rank's slots read; by worker processes, where there are any, ahead of time. Which samples it has, and
+how long they are, is compared between ranks with the header, by a digest. Lengths that are only known after reading are
+gathered before (`length_gathering.py`).
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
 
-from spindle.data import Balanced, DecodeWorkers, Microbatch, State, Wanted
-from spindle.errors import TrainingError
-from spindle.run import digest, signature_of
+from spindle.data import (
+    Balanced,
+    DecodeWorkers,
+    Lengths,
+    Microbatch,
+    SampleNumber,
+    State,
+    Unreadable,
+    Wanted,
+)
+from spindle.errors import InputError, TrainingError
+from spindle.run import World, digest, signature_of
 from spindle.train.feed import Batch, Feed, LoaderPosition
 from spindle.train.items import item_entries, with_lengths
+from spindle.train.length_gathering import LengthGathering
 
 _MOST_STEPS = 4  # kept, of which batches may be asked for again
+StepAfter = Callable[[State, int, int], tuple[tuple[Microbatch, ...], State]]
 
 
 class BalancedFeed(Feed):
     """Read one task's balanced data, by number of batch."""
 
-    def __init__(self, loader: Balanced, num_microbatches: int, position: LoaderPosition, **named: Any) -> None:
+    def __init__(
+        self, loader: Balanced, num_microbatches: int, position: LoaderPosition, world: World, **named: Any
+    ) -> None:
         super().__init__(loader=loader, position=position, **named)  # type: ignore[arg-type]
         self._data, self._num_microbatches = loader, num_microbatches
         if position.loader_state is not None:
@@ -45,6 +61,14 @@ class BalancedFeed(Feed):
         self._workers: DecodeWorkers | None = None
         # Requests to workers, by number of batch: what was wanted, and the request's number.
         self._asked: dict[int, dict[Wanted | None, int]] = {}
+        self._lengths: LengthGathering | None = None
+        if loader.read_lengths:
+            try:
+                self._lengths = LengthGathering(loader, world, self.definition.name, self._start_reading)
+                self.prepare(0)
+            except BaseException:
+                self.close()
+                raise
 
     @property
     def decodes_ahead(self) -> bool:
@@ -56,6 +80,43 @@ class BalancedFeed(Feed):
             self._workers.close()
         self._workers = None
         self._asked.clear()
+
+    def prepare(self, number: int) -> None:
+        """Called by all ranks, before any of them reads the batch of this number: gathers the lengths of its step and
+        of the one behind it, which some ranks may look at."""
+        if self._lengths is None:
+            return
+        step = number // self._num_microbatches
+        self._lengths.advance()
+        self._compute(step, self._lengths.step_after)
+        try:
+            self._compute(step + 1, self._lengths.step_after)
+        except (InputError, TrainingError):  # of a step that may never run
+            if self.decodes_ahead:
+                raise
+        last = max(self._after)
+        if last - 1 in self._after:
+            self._lengths.read_ahead(self._after[last], self._after[last].draws - self._after[last - 1].draws)
+
+    def _start_reading(self, samples: Sequence[SampleNumber]) -> Callable[[], list[Lengths | Unreadable]]:
+        """Start to read samples for their lengths, where worker processes do; else they are read when these are
+        taken."""
+        if not self.decodes_ahead:
+            return partial(self._decoder.read_lengths, samples)
+        num_workers = self._data.num_workers
+        shares = [samples[worker::num_workers] for worker in range(min(num_workers, len(samples)))]
+        requests = [self._pool.ask_lengths(share) for share in shares]
+
+        def take() -> list[Lengths | Unreadable]:
+            read: list[Any] = [None] * len(samples)
+            for worker, (share, request) in enumerate(zip(shares, requests, strict=True)):
+                try:
+                    read[worker::num_workers] = self._pool.take(request)
+                except TrainingError as error:  # the process is gone
+                    read[worker::num_workers] = [Unreadable(str(error))] * len(share)
+            return read
+
+        return take
 
     def example(self) -> Batch:
         if self._example is None:
@@ -127,15 +188,18 @@ class BalancedFeed(Feed):
 
     def _microbatch(self, number: int) -> Microbatch:
         step, place = divmod(number, self._num_microbatches)
+        self._compute(step, self._data.step_after)
+        return self._steps[step][place]
+
+    def _compute(self, step: int, step_after: StepAfter) -> None:
         while step not in self._steps:
             last = max(known for known in self._after if known <= step)
-            self._steps[last], self._after[last + 1] = self._data.step_after(
+            self._steps[last], self._after[last + 1] = step_after(
                 self._after[last], self._num_microbatches, self.definition.batch_size
             )
             for old in [known for known in self._after if known < last - _MOST_STEPS]:
                 del self._after[old]
                 self._steps.pop(old, None)
-        return self._steps[step][place]
 
     def _whole(self, microbatch: Microbatch) -> Batch:
         """A decoded batch."""
@@ -151,7 +215,7 @@ class BalancedFeed(Feed):
         return 1 if name in item_entries(self.definition) else 2
 
     def _digest(self, microbatch: Microbatch) -> int:
-        return digest(repr(microbatch.sequences)) if self._compared else 0
+        return digest(repr((microbatch.sequences, microbatch.lengths))) if self._compared else 0
 
     def _announced(self, number: int, *, counts: bool = True) -> Batch:
         """A batch of which only the shapes are known so far."""

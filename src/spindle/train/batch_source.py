@@ -74,6 +74,8 @@ class BatchSource:
             step_tasks, known = resumed
             sampled = [name for name in names if name in (step_tasks if name in known else sampled)]
         num_micro_steps = config.gradient_accumulation_steps
+        for name in sampled:
+            self.feeds[name].prepare(self.num_asked[name])
         batches = [
             {name: self._next(name, micro_step) for name in sampled if self._reads(name)}
             for micro_step in range(num_micro_steps)

@@ -147,6 +147,9 @@ class Feed:
         self._kept: deque[Batch] = deque()
         self._given = 0
 
+    def prepare(self, number: int) -> None:
+        """What all ranks have to do together before any of them reads the batch of this number."""
+
     def example(self) -> Batch:
         """The next batch that has rows, without taking it."""
         while not (self._kept and self._kept[-1].num_rows):

@@ -78,7 +78,9 @@ def make_feed(
                 f"{world.size // degree} replicas of the pipeline, got gradient_accumulation_steps={num_microbatches}; "
                 "raise it, or take a larger pipeline_parallel_degree"
             )
-        return BalancedFeed(loader, config.gradient_accumulation_steps, **shared)
+        what = f"the sources of the balanced data of task {definition.name!r} whose lengths are read"
+        compare(world, {what: sorted(loader.read_lengths)})
+        return BalancedFeed(loader, config.gradient_accumulation_steps, world=world, **shared)
     feed = sample_feed(loader, config.seed, session.num_batches[definition.name], **shared)
     if feed is None:
         return Feed(loader=loader, **shared)
