@@ -134,6 +134,32 @@ def test_a_lost_node_is_not_used_again_when_its_drain_ends(store, monkeypatch):
     assert live.state.unavailable == ()
 
 
+def test_a_scheduler_killed_after_an_attempt_ended_has_noted_how_and_the_next_confirms_its_start(store, monkeypatch):
+    live, engine = live_fleet(store, monkeypatch)
+    submit(store, "a")
+    for _ in range(3):
+        live.step()
+    store.request({"command": "stop", "job": "a"})
+
+    class Killed(BaseException):
+        """Nothing is executed after it, as after SIGKILL."""
+
+    def killed(*_):
+        raise Killed
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Store, "confirm", killed)
+        patch.setattr(Store, "write_attempts", killed)
+        with pytest.raises(Killed):
+            for _ in range(3):
+                live.step()
+    assert [record.outcome for record in store.attempts()] == ["stopped"]
+    assert not all(entry.is_done for entry in store.actions())
+    following, _ = live_fleet(store, monkeypatch)
+    following.step()
+    assert all(entry.is_done for entry in store.actions())
+
+
 def test_a_job_that_waits_for_its_scheduler_keeps_its_name(store, capsys):
     command = ["fleet", "submit", "--store", str(store.path), "--name", "a", "--time", "big:4=1", "program"]
     assert run(command) == 0
@@ -189,6 +215,8 @@ def test_a_ray_that_is_started_anew_knows_nothing_of_the_one_before(monkeypatch)
 
     monkeypatch.setattr("spindle.fleet.ray_nodes.import_ray", lambda *, is_local: None)  # which sets variables
     monkeypatch.setattr("ray._private.node.Node", Head)
-    start_local_ray(())
-    start_local_ray(())
+    known = []
+    start_local_ray((), known.append)
+    assert [bool(ray.address) for ray in known] == [False, True]  # known before it has processes
+    start_local_ray((), known.append)
     assert given[0] == given[1]
