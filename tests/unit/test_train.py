@@ -129,12 +129,23 @@ TEMPERATURE = nn.Parameter(torch.ones(1))
         ),
         (lambda batch: ENCODER(batch["x"]).mean() if batch["x"].sum() > 0 else 0, r"branches on a tensor's value"),
         (lambda batch: batch["x"].mean(), r"calls no module; register one"),
+        (lambda batch: [ENCODER(batch["x"]), None][1], r"returns None; it must return its loss"),
+        (lambda batch: ENCODR(batch["x"]).mean(), r"line \d+ .*: NameError: name 'ENCODR' is not defined$"),  # noqa: F821
     ],
 )
 def test_a_mistake_in_a_task_is_explained_with_its_line(function, message):
     with pytest.raises(WorkloadError, match=message) as caught:
         record(task(batch_size=2, name="bad")(function))
     assert "task 'bad'" in str(caught.value)
+
+
+def test_masks_of_a_batch_may_be_combined():
+    def masked(batch):
+        mask = (batch["x"] > 0) & (batch["x"] < 1) | ~(batch["x"] > -1)
+        return (ENCODER(batch["x"]).sum(-1) * (batch["keep"] & batch["keep"] | mask[:, 0])).mean()
+
+    recorded = record(task(batch_size=2, name="masked")(masked))
+    assert [call.name for call in recorded.calls] == ["encoder#0"]
 
 
 def bad_lines(function, example=None):

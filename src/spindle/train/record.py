@@ -7,6 +7,7 @@ computed over the whole batch.
 
 from __future__ import annotations
 
+import operator
 import traceback
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -96,7 +97,8 @@ def _is_shared(node: fx.Node) -> bool:
 def _writes(kind: str, target: Any, kwargs: Mapping[str, Any]) -> bool:
     """Whether an operation changes its first argument in place."""
     name = target if isinstance(target, str) else getattr(target, "__name__", "")
-    in_name = name.endswith("_") and not name.startswith("_")
+    is_keyword = target in (operator.and_, operator.or_, operator.not_)  # the underscore is of Python's keyword
+    in_name = name.endswith("_") and not name.startswith("_") and not is_keyword
     return kind in ("call_method", "call_function") and (in_name or kwargs.get("inplace") is True)
 
 
@@ -237,6 +239,8 @@ def record(definition: TaskDefinition, example: Any = None) -> RecordedTask:
             text = f"it reads the value of a tensor ({what}), but tensors have none while it is recorded; {INSTEAD}"
         elif isinstance(error, AttributeError) and isinstance(error.obj, ModuleHandle):
             text = str(error)
+        elif isinstance(error, NameError | AttributeError | ImportError) and "Proxy" not in str(error):
+            text = f"{type(error).__name__}: {error}"  # a typo, and none of recording's business
         cause = error if is_debugging() else None
         raise WorkloadError(f"{name}{_line_of(error, definition)}: {text}") from cause
     _settle_writes(graph)
@@ -304,6 +308,8 @@ def read_graph(
     metrics: Any = {}
     if isinstance(result, fx.Node) and result.target is TaskResult:
         result, metrics = result.args
+    if result is None:
+        raise WorkloadError(f"task {definition.name!r} returns None; it must return its loss, one number in a tensor")
     is_mean = isinstance(result, fx.Node) and result.target is Mean
     wanted = (result, tuple(metrics.values())) if metrics else result
     sources, loss = _glue(graph, constants, batch, calls, wanted)
