@@ -539,8 +539,8 @@ def _recover(fleet: FaultyFleet, mark: dict[str, Any]) -> None:
     if "full disk of ranks" in mark:
         _limit_files(mark["full disk of ranks"], resource.RLIM_INFINITY)
     if HEAD in mark:
-        session = fleet.local().session
-        fleet.wait(lambda: fleet.local().session != session, "Ray was started again", RECOVERY_S)
+        address = fleet.local().address
+        fleet.wait(lambda: fleet.local().address not in ("", address), "Ray was started again", RECOVERY_S)
     fleet.wait(lambda: fleet.keep_up() or fleet.is_up(), "the scheduler is up")
     if "returning node" in mark:
         _return_node(fleet, mark)

@@ -225,16 +225,18 @@ class LiveFleet:
                 self._attempts[key] = _Attempt(record=record)
                 self._failed(key, by_script=False, reason="its processes were gone when the scheduler came back")
         for entry in written:
-            if not entry.is_done and isinstance(entry.action, Stop):
-                key = (entry.action.job, entry.action.attempt)
-                if key in self._attempts:
-                    self._stop(key, entry.number)
-                else:
-                    self._confirm(entry.number)
-            elif not entry.is_done and isinstance(entry.action, Plan):
-                self._plan(entry.number, entry.action)
-            elif not entry.is_done and (entry.action.job, entry.action.attempt) not in {*found, *wanted}:
-                self._confirm(entry.number)  # ended, or dropped, before that was noted
+            if entry.is_done:
+                continue
+            match entry.action:
+                case Plan():
+                    self._plan(entry.number, entry.action)
+                case Stop(job=name, attempt=number):
+                    self._stop_action(entry.number, name, number)
+                case Start(job=name, attempt=number) | Resize(job=name, attempt=number):
+                    if (name, number) not in {*found, *wanted}:  # ended, or dropped, before that was noted
+                        self._confirm(entry.number)
+                case _:
+                    assert_never(entry.action)
         for key, record in records.items():  # that nobody was there to see end
             if key not in self._attempts and record.end_s is None:
                 self.store.write_attempts([replace(record, end_s=self.state.now_s, outcome="stopped")])

@@ -439,13 +439,16 @@ class RayEngine:
             if left_s > 0:
                 return False
             end_local_ray(self.local)
-            self.local = start_local_ray(self._local_nodes, self._remember)
-            self.address = self.local.address
+            self.address = start_local_ray(self._local_nodes, self._started).address
         self._ids.clear()
         self._checks.clear()
         self._checked.clear()
         self._connect()
         return True
+
+    def _started(self, local: LocalRay) -> None:
+        self.local = local  # also if it cannot be remembered: it is ended before the next is started
+        self._remember(local)
 
     def close(self, *, end_machines: bool) -> None:
         if end_machines:

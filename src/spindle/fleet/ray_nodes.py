@@ -12,6 +12,7 @@ import secrets
 import shutil
 import signal
 import socket
+import tempfile
 import time
 from collections.abc import Callable, Iterable
 from contextlib import suppress
@@ -83,17 +84,19 @@ def import_ray(*, is_local: bool) -> Any:
 
 
 def start_local_ray(nodes: Iterable[LocalNode], remember: Callable[[LocalRay], None]) -> LocalRay:
-    """Start a head without devices, and these nodes. `remember` is called with the session before any process is
-    started, without an address, and when all are: whoever is killed in between leaves none that nobody knows of."""
+    """Start a head without devices, and these nodes. `remember` is called before any process is started, with the
+    session and no address, and again when all are: whoever is killed in between leaves none that nobody knows of."""
     import_ray(is_local=True)
     from ray._private.node import Node
     from ray._private.parameter import RayParams
 
-    session = f"session_spindle_{secrets.token_hex(8)}"
-    remember(LocalRay(address="", session=session))
+    name = f"session_spindle_{secrets.token_hex(8)}"
+    folder = os.path.join(os.environ.get("RAY_TMPDIR") or tempfile.gettempdir(), "ray")  # Ray's own default
+    remember(LocalRay(address="", session=os.path.join(folder, name)))
     head = Node(
         RayParams(
-            session_name=session,
+            session_name=name,
+            temp_dir=folder,
             node_ip_address=LOOPBACK,
             num_cpus=0,
             num_gpus=0,
