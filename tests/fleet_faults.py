@@ -80,6 +80,7 @@ FAULTS = (
 )
 HEAD = "killed head"
 JUMPS_S = (3 * 3600.0, -3 * 3600.0, 30 * 3600.0)
+_real_time = time.time  # the scheduler's process has another, which jumps
 _FULL = 1000  # bytes that a file may have on a full disk
 
 
@@ -143,7 +144,7 @@ def inject(folder: Path, number: int, injection: Injection) -> None:
         nodes = {name: [share.node for share in each.nodes] if each else [] for name, each in allocations.items()}
     steps = {job: max((line["step"] for line in steps_of(folder / job) if "step" in line), default=-1) for job in JOBS}
     saved = {job: max(steps_in(folder / job / "saved"), default=0) for job in JOBS}
-    mark: dict[str, Any] = {"time_s": time.time(), "steps": steps, "saved": saved, "nodes": nodes}
+    mark: dict[str, Any] = {"time_s": _real_time(), "steps": steps, "saved": saved, "nodes": nodes}
     for fault in injection.faults:
         prepared = _prepare(folder, fault, injection.choice, nodes)
         assert prepared[fault] or fault == "clock", f"{fault}: there is nothing to hit"
@@ -538,8 +539,8 @@ def _recover(fleet: FaultyFleet, mark: dict[str, Any]) -> None:
     if "full disk of ranks" in mark:
         _limit_files(mark["full disk of ranks"], resource.RLIM_INFINITY)
     if HEAD in mark:
-        session = fleet.local().session
-        fleet.wait(lambda: fleet.local().session != session, "Ray was started again", RECOVERY_S)
+        address = fleet.local().address
+        fleet.wait(lambda: fleet.local().address not in ("", address), "Ray was started again", RECOVERY_S)
     fleet.wait(lambda: fleet.keep_up() or fleet.is_up(), "the scheduler is up")
     if "returning node" in mark:
         _return_node(fleet, mark)

@@ -119,6 +119,16 @@ def test_a_full_disk_is_one_error_and_nothing_is_half_written(store):
     assert len(store.entries()) == num_events + 1
 
 
+def test_a_store_whose_creation_fails_or_that_exists_leaves_nothing_behind(store, tmp_path, monkeypatch):
+    with pytest.raises(InputError, match="cannot be created"):
+        Store.create(store.path, MACHINES, SchedulerOptions())
+    with monkeypatch.context() as patch:
+        patch.setattr("spindle.fleet.store._SCHEMA", "nonsense;")
+        with pytest.raises(StoreError):
+            Store.create(tmp_path / "other.db", MACHINES, SchedulerOptions(), {"id": "1"})
+    assert {path.name.partition("-")[0] for path in tmp_path.iterdir()} == {"fleet.db"}
+
+
 def test_one_scheduler_uses_a_store_and_others_read_it(store, capsys):
     filled(store)
     store.take_lock()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from types import SimpleNamespace
 
 import pytest
@@ -9,12 +10,12 @@ import pytest
 from fleets import fleet, submitted
 from spindle.artifact import to_json
 from spindle.cli.main import run
-from spindle.errors import InputError
+from spindle.errors import InputError, StoreError
 from spindle.fleet import Draining, NodeJoined, SchedulerOptions
 from spindle.fleet.engine import ENDED, PENDING, AttemptReport, NodeStatus
 from spindle.fleet.live import LiveFleet
 from spindle.fleet.ray_engine import RayEngine, _RayAttempt
-from spindle.fleet.ray_nodes import start_local_ray
+from spindle.fleet.ray_nodes import LocalRay, start_local_ray
 from spindle.fleet.store import Store, Submission
 
 PROGRAM = Submission(command=("program",), is_script=False, folder="/", logs="/logs", environment={})
@@ -134,6 +135,35 @@ def test_a_lost_node_is_not_used_again_when_its_drain_ends(store, monkeypatch):
     assert live.state.unavailable == ()
 
 
+def test_a_scheduler_killed_after_an_attempt_ended_has_noted_how_and_the_next_confirms_its_start(store, monkeypatch):
+    live, _ = live_fleet(store, monkeypatch)
+    submit(store, "a")
+    for _ in range(3):
+        live.step()
+    store.request({"command": "stop", "job": "a"})
+
+    class Killed(BaseException):
+        """Nothing is executed after it, as after SIGKILL."""
+
+    def killed(*_):
+        raise Killed
+
+    def end_attempt():
+        for _ in range(3):
+            live.step()
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Store, "confirm", killed)
+        patch.setattr(Store, "write_attempts", killed)
+        with pytest.raises(Killed):
+            end_attempt()
+    assert [record.outcome for record in store.attempts()] == ["stopped"]
+    assert not all(entry.is_done for entry in store.actions())
+    following, _ = live_fleet(store, monkeypatch)
+    following.step()
+    assert all(entry.is_done for entry in store.actions())
+
+
 def test_a_job_that_waits_for_its_scheduler_keeps_its_name(store, capsys):
     command = ["fleet", "submit", "--store", str(store.path), "--name", "a", "--time", "big:4=1", "program"]
     assert run(command) == 0
@@ -158,6 +188,47 @@ def test_devices_of_a_discarded_attempt_are_freed_whenever_its_group_is_created(
     engine._bring_up(("a", 1), attempt)
     engine.discard(("a", 1))
     assert removed == ["group"]
+
+
+def test_a_head_that_does_not_answer_does_not_hold_up_a_scheduler_that_discards_an_attempt(monkeypatch):
+    monkeypatch.setattr("spindle.fleet.ray_engine._PING_S", 0.05)
+    answer, removed = threading.Event(), []
+
+    def remove(group):
+        assert answer.wait(30)
+        removed.append(group)
+
+    engine = object.__new__(RayEngine)
+    engine._ray = SimpleNamespace(util=SimpleNamespace(remove_placement_group=remove))
+    engine._attempts = {("a", 1): _RayAttempt(start=None, group="group")}
+    engine.discard(("a", 1))
+    assert (engine._attempts, removed) == ({}, [])
+    answer.set()
+
+
+def test_a_ray_that_could_not_be_remembered_is_ended_before_the_next_is_started(monkeypatch):
+    ended, sessions = [], iter("bc")
+
+    def start(nodes, remember):
+        session = next(sessions)
+        remember(LocalRay(address="", session=session))
+        remember(LocalRay(address="127.0.0.1:1", session=session))
+        return LocalRay(address="127.0.0.1:1", session=session)
+
+    def remember(local):
+        if local.address and local.session == "b":
+            raise StoreError("the disk is full")
+
+    monkeypatch.setattr("spindle.fleet.ray_engine.start_local_ray", start)
+    monkeypatch.setattr("spindle.fleet.ray_engine.end_local_ray", lambda local: ended.append(local.session))
+    engine = object.__new__(RayEngine)
+    engine._ray, engine._connect = SimpleNamespace(is_initialized=lambda: False), lambda: None
+    engine.local, engine._local_nodes, engine._remember = LocalRay(address="127.0.0.1:1", session="a"), (), remember
+    engine._ids, engine._checks, engine._checked, engine._lost_s = {}, {}, {}, float("-inf")
+    with pytest.raises(StoreError):
+        engine.recover()
+    assert engine.recover()
+    assert (ended, engine.local.session) == (["a", "b"], "c")
 
 
 def test_an_agents_error_is_told_without_rays_traceback():
@@ -189,6 +260,8 @@ def test_a_ray_that_is_started_anew_knows_nothing_of_the_one_before(monkeypatch)
 
     monkeypatch.setattr("spindle.fleet.ray_nodes.import_ray", lambda *, is_local: None)  # which sets variables
     monkeypatch.setattr("ray._private.node.Node", Head)
-    start_local_ray(())
-    start_local_ray(())
+    known = []
+    start_local_ray((), known.append)
+    assert [bool(ray.address) for ray in known] == [False, True]  # known before it has processes
+    start_local_ray((), known.append)
     assert given[0] == given[1]

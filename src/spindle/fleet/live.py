@@ -14,7 +14,6 @@ import json
 import time
 from collections import deque
 from collections.abc import Callable
-from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, assert_never
@@ -226,14 +225,18 @@ class LiveFleet:
                 self._attempts[key] = _Attempt(record=record)
                 self._failed(key, by_script=False, reason="its processes were gone when the scheduler came back")
         for entry in written:
-            if not entry.is_done and isinstance(entry.action, Stop):
-                key = (entry.action.job, entry.action.attempt)
-                if key in self._attempts:
-                    self._stop(key, entry.number)
-                else:
-                    self._confirm(entry.number)
-            elif not entry.is_done and isinstance(entry.action, Plan):
-                self._plan(entry.number, entry.action)
+            if entry.is_done:
+                continue
+            match entry.action:
+                case Plan():
+                    self._plan(entry.number, entry.action)
+                case Stop(job=name, attempt=number):
+                    self._stop_action(entry.number, name, number)
+                case Start(job=name, attempt=number) | Resize(job=name, attempt=number):
+                    if (name, number) not in {*found, *wanted}:  # ended, or dropped, before that was noted
+                        self._confirm(entry.number)
+                case _:
+                    assert_never(entry.action)
         for key, record in records.items():  # that nobody was there to see end
             if key not in self._attempts and record.end_s is None:
                 self.store.write_attempts([replace(record, end_s=self.state.now_s, outcome="stopped")])
@@ -262,9 +265,15 @@ class LiveFleet:
             except FleetError:  # inconsistent: whoever asked for it is told
                 self._unsaved.popleft()
                 raise
+            ended = [self._attempts[key].record for key in entry.discards if key in self._attempts]
             try:
                 numbers = self.store.append(
-                    entry.event, actions, submission=entry.submission, plans=entry.plans, answers=entry.answers
+                    entry.event,
+                    actions,
+                    submission=entry.submission,
+                    plans=entry.plans,
+                    answers=entry.answers,
+                    attempts=ended,
                 )
             except StoreError as error:
                 self._nag(error)
@@ -548,8 +557,6 @@ class LiveFleet:
         self.engine.discard(key)
         if attempt is None:
             return
-        with suppress(StoreError):  # for people only
-            self.store.write_attempts([attempt.record])
         self._confirm(attempt.start_action)
         self._confirm(attempt.stop_action)
 
@@ -644,6 +651,8 @@ class LiveFleet:
 
     def _handle_commands(self) -> None:
         for command in self.store.pending():
+            if self._unsaved:  # the next one may depend on what the disk had no space for
+                return
             try:
                 self._handle(command)
             except (FleetError, InputError) as error:

@@ -132,10 +132,8 @@ def create_fleet(
         from spindle.fleet.ray_nodes import import_ray
 
         import_ray(is_local=True)  # before a store is made
-    store = Store.create(path, machines, options)
-    store.set_meta("id", secrets.token_hex(4))
-    store.set_meta("engine", json.dumps({"engine": engine, "address": address}))
-    return store
+    settings = {"id": secrets.token_hex(4), "engine": json.dumps({"engine": engine, "address": address})}
+    return Store.create(path, machines, options, settings)
 
 
 def open_engine(store: Store) -> Engine:
@@ -164,17 +162,14 @@ def open_engine(store: Store) -> Engine:
         LocalNode(name=name, kind=fleet.kinds[kind].name, num_devices=size)
         for name, kind, size in zip(fleet.node_names, fleet.kind_of_node, fleet.size_of_node, strict=True)
     ]
+
+    def remember(started: LocalRay) -> None:
+        store.set_meta("ray", started.text)
+
     local = LocalRay.parse(text) if text else None
     if local is not None and not is_listening(local.address):
         end_local_ray(local)  # what is left of it
         local = None
     if local is None:
-        local = start_local_ray(nodes)
-        store.set_meta("ray", local.text)
-    return RayEngine(
-        fleet_id,
-        local.address,
-        local=local,
-        local_nodes=nodes,
-        remember=lambda started: store.set_meta("ray", started.text),
-    )
+        local = start_local_ray(nodes, remember)
+    return RayEngine(fleet_id, local.address, local=local, local_nodes=nodes, remember=remember)

@@ -116,12 +116,12 @@ class RayEngine:
         *,
         local: LocalRay | None = None,
         local_nodes: Sequence[LocalNode] = (),
-        remember: Callable[[LocalRay], None] | None = None,
+        remember: Callable[[LocalRay], None] = lambda started: None,
         describe: Callable[[dict[str, Any]], Island | None] | None = None,
     ) -> None:
         self._prefix = f"fleet/{fleet_id}/"
         self.address, self.local, self._local_nodes = address, local, tuple(local_nodes)
-        self._remember = remember  # called with the Ray that was started anew
+        self._remember = remember  # as `start_local_ray` calls it, when Ray is started anew
         self._describe = describe  # what a node has, from what Ray says of it
         self._attempts: dict[Key, _RayAttempt] = {}
         self._alive: dict[str, NodeStatus] = {}
@@ -347,7 +347,10 @@ class RayEngine:
         if attempt is None:
             return
         attempt.is_cancelled = attempt.is_discarded = True
-        self._free(attempt)
+        # Removing a group waits for the head; one that is gone would hold up the scheduler until Ray ends the process.
+        thread = threading.Thread(target=self._free, args=(attempt,), daemon=True)
+        thread.start()
+        thread.join(_PING_S)
 
     def _free(self, attempt: _RayAttempt) -> None:
         for agent in attempt.agents:
@@ -436,15 +439,16 @@ class RayEngine:
             if left_s > 0:
                 return False
             end_local_ray(self.local)
-            self.local = start_local_ray(self._local_nodes)
-            self.address = self.local.address
-            if self._remember is not None:
-                self._remember(self.local)
+            self.address = start_local_ray(self._local_nodes, self._started).address
         self._ids.clear()
         self._checks.clear()
         self._checked.clear()
         self._connect()
         return True
+
+    def _started(self, local: LocalRay) -> None:
+        self.local = local  # also if it cannot be remembered: it is ended before the next is started
+        self._remember(local)
 
     def close(self, *, end_machines: bool) -> None:
         if end_machines:

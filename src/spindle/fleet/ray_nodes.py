@@ -8,11 +8,13 @@ from __future__ import annotations
 
 import json
 import os
+import secrets
 import shutil
 import signal
 import socket
+import tempfile
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -81,14 +83,20 @@ def import_ray(*, is_local: bool) -> Any:
     return ray
 
 
-def start_local_ray(nodes: Iterable[LocalNode]) -> LocalRay:
-    """Start a head without devices, and these nodes."""
+def start_local_ray(nodes: Iterable[LocalNode], remember: Callable[[LocalRay], None]) -> LocalRay:
+    """Start a head without devices, and these nodes. `remember` is called before any process is started, with the
+    session and no address, and again when all are: whoever is killed in between leaves none that nobody knows of."""
     import_ray(is_local=True)
     from ray._private.node import Node
     from ray._private.parameter import RayParams
 
+    name = f"session_spindle_{secrets.token_hex(8)}"
+    folder = os.path.join(os.environ.get("RAY_TMPDIR") or tempfile.gettempdir(), "ray")  # Ray's own default
+    remember(LocalRay(address="", session=os.path.join(folder, name)))
     head = Node(
         RayParams(
+            session_name=name,
+            temp_dir=folder,
             node_ip_address=LOOPBACK,
             num_cpus=0,
             num_gpus=0,
@@ -105,6 +113,7 @@ def start_local_ray(nodes: Iterable[LocalNode]) -> LocalRay:
     ray = LocalRay(address=head.gcs_address, session=head.get_session_dir_path())
     for node in nodes:
         add_local_node(ray, node)
+    remember(ray)
     return ray
 
 

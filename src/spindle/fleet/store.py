@@ -18,10 +18,11 @@ from __future__ import annotations
 import fcntl
 import json
 import os
+import secrets
 import sqlite3
 import time
-from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import closing, contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -158,17 +159,19 @@ class Store:
     # Open and close.
 
     @classmethod
-    def create(cls, path: Path, fleet: Fleet, options: SchedulerOptions) -> Store:
-        """A new store, whose clock starts now."""
+    def create(
+        cls, path: Path, fleet: Fleet, options: SchedulerOptions, settings: Mapping[str, str] | None = None
+    ) -> Store:
+        """A new store, whose clock starts now, with these settings of its engine. It gets its name when it is whole."""
+        part = path.with_name(f"{path.name}.{secrets.token_hex(4)}.part")
         try:
-            os.close(os.open(path, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o600))
+            os.close(os.open(part, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o600))
         except OSError as error:
             raise InputError(f"{path}: the store of a fleet cannot be created ({error.strerror})") from error
         try:
-            with _errors(path):
-                connection = _connect(path)
-                _configure(path, connection)
+            with _errors(path), closing(_connect(part)) as connection:
                 values = {
+                    **(settings or {}),
                     "spindle": _KIND,
                     "version": str(VERSION),
                     "fleet": json.dumps(to_json(fleet)),
@@ -178,10 +181,12 @@ class Store:
                 connection.executescript(f"BEGIN; {_SCHEMA}")
                 connection.executemany("INSERT INTO meta VALUES (?, ?)", values.items())
                 connection.execute("COMMIT")
-                return cls(path, connection)
-        except BaseException:
-            path.unlink()
-            raise
+            os.link(part, path)  # unlike a rename, refused where there is a file
+        except OSError as error:
+            raise InputError(f"{path}: the store of a fleet cannot be created ({error.strerror})") from error
+        finally:
+            part.unlink()
+        return cls.open(path)
 
     @classmethod
     def open(cls, path: Path) -> Store:
@@ -259,10 +264,11 @@ class Store:
         submission: Submission | None = None,
         plans: Iterable[StoredPlan] = (),
         answers: Iterable[tuple[int, str]] = (),
+        attempts: Iterable[AttemptRecord] = (),
     ) -> list[int]:
         """Append an event with the scheduler's actions, the submission of a job that is new or has changed, plans of
-        the event's job and answers to commands, all or nothing. Plans of what a job was before are dropped. Returns the
-        numbers of the actions."""
+        the event's job, answers to commands and the attempts that it ends, all or nothing. Plans of what a job was
+        before are dropped. Returns the numbers of the actions."""
         with self._transaction() as cursor:
             body = _dump(event_json(event))
             number = cursor.execute("INSERT INTO events (time_s, body) VALUES (?, ?)", (event.time_s, body)).lastrowid
@@ -280,6 +286,7 @@ class Store:
             rows = [(name, each.cell.kind, each.cell.num_devices, each.plan, each.profile) for each in plans]
             cursor.executemany("INSERT OR REPLACE INTO plans VALUES (?, ?, ?, ?, ?)", rows)
             _answer(cursor, answers)
+            _write_attempts(cursor, attempts)
             return numbers
 
     def confirm(self, action: int, time_s: float) -> None:
@@ -370,15 +377,7 @@ class Store:
 
     def write_attempts(self, records: Iterable[AttemptRecord]) -> None:
         with self._transaction() as cursor:
-            rows = [
-                (
-                    *(record.job, record.attempt, _dump(to_json(record.cell)), _dump(to_json(record.nodes))),
-                    *(record.start_s, record.ready_s, record.end_s, record.step, record.step_s, record.saved_step),
-                    *(record.checkpoints, record.outcome),
-                )
-                for record in records
-            ]
-            cursor.executemany("INSERT OR REPLACE INTO attempts VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?)", rows)
+            _write_attempts(cursor, records)
 
     def attempts(self) -> list[AttemptRecord]:
         """Every start of a job, in order."""
@@ -501,6 +500,18 @@ def _lock_path(path: Path) -> Path:
 def _answer(cursor: sqlite3.Cursor, answers: Iterable[tuple[int, str]]) -> None:
     rows = [(time.time(), answer, number) for number, answer in answers]
     cursor.executemany("UPDATE commands SET answered_s = ?, answer = ? WHERE number = ? AND answer IS NULL", rows)
+
+
+def _write_attempts(cursor: sqlite3.Cursor, records: Iterable[AttemptRecord]) -> None:
+    rows = [
+        (
+            *(record.job, record.attempt, _dump(to_json(record.cell)), _dump(to_json(record.nodes))),
+            *(record.start_s, record.ready_s, record.end_s, record.step, record.step_s, record.saved_step),
+            *(record.checkpoints, record.outcome),
+        )
+        for record in records
+    ]
+    cursor.executemany("INSERT OR REPLACE INTO attempts VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?)", rows)
 
 
 def _dump(value: Any) -> str:
