@@ -194,8 +194,8 @@ def gradients_in(dtype: torch.dtype, name: str, step: int) -> dict[str, torch.Te
 
 
 def tolerance_of(seed: int, workload: str) -> float:
-    """In some workloads rounding alone is more than 1e-5 (the gradient of a bias in front of a batch norm is zero in exact
-    arithmetic): there, four times the distance of one process in float32 from float64 is tolerated."""
+    """In some workloads rounding alone is more than 1e-5 (the gradient of a bias in front of a batch norm is zero in
+    exact arithmetic): there, four times the distance of one process in float32 from float64 is tolerated."""
     tolerance = TOLERANCES[dtype_of(seed)]
     return tolerance if dtype_of(seed) == "float64" else max(tolerance, 4 * rounding_error(workload, NUM_STEPS))
 
