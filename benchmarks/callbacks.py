@@ -23,13 +23,18 @@ from torch import nn
 import spindle
 from common import markdown, publish
 from encoder import Encoder, make_optimizer
-from spindle.train.optimizer import Update
+from spindle.train.optimizer import OptimizerUpdate
 from spindle.train.reporting import StepReports
 from spindle.train.step_forecast import StepForecast
 
 PAIRS, STEPS_OF_A_PAIR = 16, 8
 BATCH, LENGTH, WIDTH, BLOCKS = 32, 64, 128, 6  # 1.2 M parameters, 2,048 tokens
-PARTS = ((StepReports, "report"), (StepForecast, "launched"), (Update, "_start_report"), (Update, "_clip_gradients"))
+PARTS = (
+    (StepReports, "report"),
+    (StepForecast, "launched"),
+    (OptimizerUpdate, "_start_report"),
+    (OptimizerUpdate, "_clip_gradients"),
+)
 
 
 class Observer(spindle.Callback):

@@ -16,17 +16,21 @@ RESULTS = ROOT / "benchmarks" / "results"
 
 
 def circumstances() -> dict[str, Any]:
-    """The commit (marked if the tree differs from it) and the hardware."""
+    """The commit (marked if the tree differs from it; unknown if the tree has no history) and the hardware."""
 
     def git(*arguments: str) -> str:
         return subprocess.run(["git", *arguments], cwd=ROOT, capture_output=True, text=True, check=True).stdout.strip()
 
-    changed = git("status", "--porcelain", "--", "src", "benchmarks/*.py")
+    try:
+        commit = git("rev-parse", "--short", "HEAD")
+        commit += " with changes" if git("status", "--porcelain", "--", "src", "benchmarks/*.py") else ""
+    except (OSError, subprocess.CalledProcessError):
+        commit = "unknown"
     cpus = Path("/proc/cpuinfo")
     lines = cpus.read_text().splitlines() if cpus.exists() else []
     names = [line.split(":")[1].strip() for line in lines if line.startswith("model name")]
     return {
-        "commit": git("rev-parse", "--short", "HEAD") + (" with changes" if changed else ""),
+        "commit": commit,
         "hardware": f"{os.cpu_count()} cores, {names[0] if names else platform.processor()}",
         "python": platform.python_version(),
     }

@@ -137,7 +137,8 @@ def main() -> None:
     cells_path = options.output.with_suffix(".cells.json")
     data: dict[str, Any] = json.loads(options.output.read_text()) if options.output.exists() else {}
     cells: dict[str, Any] = data.get("cells", {})
-    write_atomically(cells_path, json.dumps(cells))
+    ended = json.loads(cells_path.read_text()) if cells_path.exists() else {}  # of a run that was ended
+    write_atomically(cells_path, json.dumps(ended | cells))
     measure_all(options, cells_path)
     about = circumstances()
     new = json.loads(cells_path.read_text())

@@ -14,6 +14,7 @@ import argparse
 import json
 import math
 import sys
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field, replace
 from functools import cache
@@ -240,7 +241,7 @@ def main() -> None:
     parser.add_argument("--report", action="store_true", help="only write the tables of what was run")
     parser.add_argument("--limit", type=int, default=10_000, help="at most so many runs")
     arguments = parser.parse_args()
-    if not (TRACES / "arena").is_dir():
+    if not arguments.report and not (TRACES / "arena").is_dir():
         sys.exit(f"fleet_traces: skipped, there is no {Path('..', 'shared', 'traces')} beside the checkout")
     done = recorded()
     if not arguments.report:
@@ -252,17 +253,19 @@ def main() -> None:
                 simulate_fleet(few, arena_fleet(), SchedulerOptions(policy=policy))
         for run in missing[: arguments.limit]:
             print(run.key, end=" ", file=sys.stderr, flush=True)
-            entry = {"commit": circumstances()["commit"], **measured(run)}
+            about = circumstances()
+            entry = {"commit": about["commit"], "hardware": about["hardware"], **measured(run)}
             print(f"{entry['jct_mean_s'] / 3600:.2f} h, {entry['cpu_s']:.1f} s", file=sys.stderr, flush=True)
             with RUNS.open("a", encoding="utf-8") as file:
                 file.write(json.dumps(entry) + "\n")
         done = recorded()
-    about = circumstances()
-    commits = ", ".join(sorted({entry["commit"] for entry in done.values()}))
+    num_runs = Counter(entry["commit"] for entry in done.values())
+    commits = ", ".join(f"{commit} ({number})" for commit, number in num_runs.most_common())
+    hardware = "; ".join(sorted({entry["hardware"] for entry in done.values()}))
     notes = (
         "Models, batch sizes, counts and kinds of Arena's jobs were drawn by its authors; for ElasticFlow's clusters "
         "models and kinds are drawn from the seed. 71 jobs of Arena request what its table does not have: left out.\n\n"
-        f"Commits {commits}; {about['hardware']}; Python {about['python']}. CPU times on a shared machine."
+        f"Commits (runs): {commits}; {hardware}. CPU times on shared machines."
     )
     text = report(done)
     write_atomically(RESULTS / "fleet_traces.md", f"{text}\n\n{notes}\n")

@@ -184,7 +184,7 @@ def _operators(chain: Chain, degree: int) -> Iterable[Operator]:
     else:
         lengths = [(((count, 1),), ()) for count in _SEQUENCES]
     for own, context in lengths:
-        for _, shape, _ in chain.shapes(own, context):
+        for shape, _ in chain.shapes(own, context):
             yield from shape.operators(degree).forward
 
 

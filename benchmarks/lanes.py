@@ -2,7 +2,8 @@
 
 Steps in one process, of every variant. Each cell starts from the same weights and data; cells that the file has are not
 measured again, so that a run that `--budget-s` has ended is continued by the next; the most telling come first.
-`--table` prints ratios of what the file has, and measures nothing.
+`--table` prints ratios of what the file has, and measures nothing. Profiles are written beside FILE.json, so that plans
+can be simulated again. `--compile-only` runs two steps of what `torch.compile` compiles whole, for its cache on disk.
 
     plain            a PyTorch loop over the tasks: forward, backward; then fused AdamW
     plain-compiled   the same with every tower compiled (mode `max-autotune-no-cudagraphs`)
@@ -44,14 +45,15 @@ from collections.abc import Callable
 from contextlib import nullcontext
 from copy import deepcopy
 from dataclasses import replace
-from functools import cache
-from itertools import pairwise
+from functools import cache, partial
+from itertools import pairwise, product
 from operator import sub
 from pathlib import Path
 from typing import Any
 from unittest import mock
 
 import torch
+import torch._dynamo
 from torch import nn
 
 import spindle
@@ -61,8 +63,8 @@ from spindle.errors import SpindleError
 from spindle.plan import MAX_LANES, Piece, Plan, assemble, format_plan, setting_of
 from spindle.planners import PlanOptions, lanes, make_plan
 from spindle.planners.lanes import _Search
-from spindle.planners.quotas import EVALUATIONS, QuotaSearch
-from spindle.profile import Profile
+from spindle.planners.quotas import QuotaSearch
+from spindle.profile import Profile, write_profile
 from spindle.run import graph_cache
 from spindle.train import profiling
 from virtual import workloads
@@ -78,9 +80,9 @@ PASSES = "-passes"
 STAGES = (  # each for all cells before the next
     (f"sequential{PASSES}", f"weights{PASSES}", f"lanes{PASSES}"),
     ("sequential", "weights", f"saturated{PASSES}"),
-    ("plain-compiled", "compiled", f"random-0{PASSES}", f"random-1{PASSES}", "sequential-again"),
-    ("lanes", "plain", "plain-overhead", "compiled-sequential", "double", "slots"),
-    (f"weights-any{PASSES}", f"random-2{PASSES}", f"random-3{PASSES}"),
+    ("plain-overhead", "plain-compiled", f"random-0{PASSES}", f"random-1{PASSES}", "sequential-again"),
+    ("compiled", "lanes", "plain", "compiled-sequential", "double", "slots"),
+    (*(f"random-{seed}{PASSES}" for seed in range(2, 8)), f"weights-any{PASSES}"),
     (f"quotas{PASSES}", "quotas"),
 )
 VARIANTS = tuple(variant for stage in STAGES for variant in stage)
@@ -88,6 +90,7 @@ WARM_UP, STEPS = 8, 20
 NUM_DIVISIONS, DIFFERENT_SMS = 1, 16  # of the SMs that are run for each plan, and how much they differ at least
 NUM_COPIES = 4
 MODES = {"plain-compiled": "max-autotune-no-cudagraphs", "plain-overhead": "reduce-overhead"}
+MOST_TOWERS = 64  # that share the code of their forward
 
 
 class WithoutUpdate(torch.optim.Optimizer):
@@ -197,7 +200,7 @@ def clocks() -> dict[str, str]:
     return dict(zip(query.split(","), answer.splitlines()[0].split(", "), strict=False)) if answer else {}
 
 
-def measure(cell: str, variant: str, device: torch.device, small: bool) -> dict[str, Any]:
+def measure(cell: str, variant: str, device: torch.device, small: bool, output: Path) -> dict[str, Any]:
     if variant.startswith("double"):
         result = measure_trainer(doubled(cell, device, small), variant, device, spindle.Planning(lanes=4))
         return result | {name: result[name] / 2 for name in ("step_s", "predicted_s")}
@@ -214,8 +217,12 @@ def measure(cell: str, variant: str, device: torch.device, small: bool) -> dict[
         seed = int(variant.split("-")[1])
         planning = spindle.Planning(planner=lambda profile: random_lanes(profile, seed))
     if variant.startswith("compiled"):
+        torch._dynamo.reset()  # what was compiled for another cell would make sizes dynamic
         return measure_trainer(workload, variant, device, planning)
-    return measure_trainer(workload, variant, device, planning, profile_of(cell, optimizer_of(variant), device, small))
+    profile = profile_of(cell, optimizer_of(variant), device, small)
+    kind = PASSES if variant.endswith(PASSES) else ""
+    write_profile(output.with_name(f"{output.stem}.{cell}{kind}.profile.json"), profile)
+    return measure_trainer(workload, variant, device, planning, profile)
 
 
 @cache
@@ -266,7 +273,7 @@ def divisions(plan: Plan, profile: Profile) -> list[Plan]:
     """The plan with those quotas that are simulated to be fastest, of any that differ enough."""
     if plan.num_lanes == 1:
         return []
-    search = QuotaSearch(plan, profile, EVALUATIONS)
+    search = QuotaSearch(plan, profile)
     search.fastest()
     chosen: list[Plan] = []
     for candidate in sorted(search.simulated, key=lambda plan: plan.makespan_s):
@@ -328,23 +335,44 @@ def measure_trainer(
     }
 
 
-def measure_plain(workload: Workload, variant: str, device: torch.device) -> dict[str, Any]:
+def plain_step(workload: Workload, variant: str) -> Callable[[int], dict[str, torch.Tensor]]:
+    """A step of plain PyTorch by its number, which gives the losses."""
+    torch._dynamo.reset()  # what was compiled for another cell
     towers = dict(workload.towers)
     if variant in MODES:
-        towers = {name: torch.compile(tower, mode=MODES[variant]) for name, tower in towers.items()}
+        # All towers run the same code: beyond the limit they would not be compiled, and their sizes be dynamic.
+        torch._dynamo.config.recompile_limit = MOST_TOWERS
+        compiled = partial(torch.compile, mode=MODES[variant], dynamic=False)
+        towers = {name: compiled(tower) for name, tower in towers.items()}
     model = Together(workload.towers, towers, in_order(workload))
     optimizer = make_optimizer(list(model.named_parameters()))
-    losses: dict[str, torch.Tensor] = {}
 
-    def step(number: int) -> None:
+    def step(number: int) -> dict[str, torch.Tensor]:
+        losses = {}
         optimizer.zero_grad()
+        # Gradients of one task are in the memory of graphs while those of the next run.
+        torch.compiler.cudagraph_mark_step_begin()
         for task in in_order(workload):
             ready = workload.batches[task.name]
             loss = model(task.name, ready[number % len(ready)])
             loss.backward()
             losses[task.name] = loss.detach()
         optimizer.step()
+        return losses
 
+    return step
+
+
+def compile_plain(workload: Workload, variant: str, device: torch.device) -> None:
+    step = plain_step(workload, variant)
+    for number in range(2):
+        step(number)
+    _synchronize(device)
+
+
+def measure_plain(workload: Workload, variant: str, device: torch.device) -> dict[str, Any]:
+    step = plain_step(workload, variant)
+    losses: dict[str, torch.Tensor] = {}
     begin = time.perf_counter()
     for number in range(WARM_UP):
         step(number)
@@ -354,7 +382,7 @@ def measure_plain(workload: Workload, variant: str, device: torch.device) -> dic
     moments, ends = [], []
     with alone():
         for number in range(STEPS):
-            step(number)
+            losses = step(number)
             ends.append(torch.cuda.current_stream().record_event() if device.type == "cuda" else None)
             if number:
                 ends[number - 1].synchronize() if ends[number - 1] is not None else None
@@ -436,25 +464,35 @@ def quota_table(cells: dict[str, Any]) -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--output", type=Path, required=True)
+    parser.add_argument("--output", type=Path, help="required but for --compile-only")
     parser.add_argument("--only", default=",".join(CELLS))
     parser.add_argument("--variants", default=",".join(VARIANTS))
     parser.add_argument("--budget-s", type=float, default=float("inf"))
     parser.add_argument("--small", action="store_true")
     parser.add_argument("--table", action="store_true")
+    parser.add_argument("--compile-only", action="store_true")
     options = parser.parse_args()
+    if options.output is None and not options.compile_only:
+        parser.error("--output FILE.json: where results go")
     if options.table:
         print(table(json.loads(options.output.read_text())))
         return
     began = time.monotonic()
-    join()
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    if options.compile_only:
+        for cell, variant in product(options.only.split(","), options.variants.split(",")):
+            if variant in MODES:
+                compile_plain(build(cell, device, options.small), variant, device)
+                print(f"{time.monotonic() - began:6.0f} s  {cell}/{variant} is compiled", flush=True)
+        return
+    join()
     cells = json.loads(options.output.read_text()) if options.output.exists() else {}
     cells.setdefault("about", circumstances() | {"torch": torch.__version__})
     chosen = options.variants.split(",")
     unknown = set(chosen) - set(VARIANTS)
     if unknown:
         parser.error(f"unknown variants {sorted(unknown)}; expected some of {', '.join(VARIANTS)}")
+    failed = []
     for stage in STAGES:
         for cell, variant in ((cell, variant) for cell in options.only.split(",") for variant in stage):
             key = f"{cell}/{variant}"
@@ -462,12 +500,13 @@ def main() -> None:
                 continue
             torch.cuda.reset_peak_memory_stats() if device.type == "cuda" else None
             try:
-                measured = measure(cell, variant, device, options.small)
+                measured = measure(cell, variant, device, options.small, options.output)
             except Exception as error:
                 measured = None
                 known = isinstance(error, torch.OutOfMemoryError | SpindleError)
                 print(f"{key}: {type(error).__name__}: {error}" if known else traceback.format_exc(), flush=True)
             if measured is None:  # outside of the handler, which holds its memory
+                failed.append(key)
                 gc.collect()
                 torch.cuda.empty_cache() if device.type == "cuda" else None
                 continue
@@ -484,6 +523,8 @@ def main() -> None:
                 f"loss {sum(result['losses'].values()):.6f} {result.get('without_graph') or ''}",
                 flush=True,
             )
+    if failed:
+        raise SystemExit(f"failed: {', '.join(failed)}")
 
 
 if __name__ == "__main__":

@@ -15,28 +15,32 @@ import math
 import multiprocessing
 import sys
 import time
-from dataclasses import replace
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from common import ROOT, circumstances, markdown, publish
+from common import ROOT, circumstances, markdown, publish, write_between
 from spindle.artifact import write_atomically
 from spindle.errors import DoesNotFitError
 from spindle.planners import PLANNERS, PlanOptions, choose_colocation, choose_layout, make_plan, pipeline_bound_s
 from spindle.planners.balance import assign_items
-from spindle.planners.colocate.columns import EVERYTHING
+from spindle.planners.colocate.columns import STRICT
 from spindle.planners.colocate.planner import SYSTEMS, plan_by_rules
 from spindle.planners.options import REPLICATED
 from spindle.program import lower
 from spindle.recipes import MODELS, OMNI_DATA, BatchOptions, Step, step_of
+from spindle.recipes.omni import IMAGE_SIGMA
 from spindle.simulate import simulate
 
 MIXES = tuple(f"{share}:{10 - share}" for share in range(1, 10))
 NATURAL = ("stage-0", "dedicated", "static", "optimus")
 BALANCED = ("colocate", "pipeline", "upfront", *NATURAL)
-ABLATIONS = (("omni-c", "7:3"), ("vlm-s", ""), ("vlm-m", ""))  # and their mixes
+# Recipes, their mixes, and how far sizes of images spread.
+ABLATIONS = (("omni-c", "7:3"), ("omni-c", "1:9"), ("omni-c", "1:9 σ=1.2"), ("vlm-s", ""), ("vlm-m", ""))
 PAPER = {"omni-a": 1.54, "omni-b": 3.30, "omni-c": 7.57, "omni-d": 1.98}
 EVALUATIONS = 500
 # Here planner `pipeline` takes many minutes of CPU: images of as many lengths are as many stages that differ.
@@ -100,19 +104,23 @@ def kept_layout_cells(name: str, mixes: tuple[str, ...]) -> list[dict[str, Any]]
 
 def ablations(name: str, mix: str) -> list[dict[str, Any]]:
     """Without one part of the planner at a time."""
-    model, batch = MODELS[name], BatchOptions(mix=mix or None)
+    model, (ratio, _, sigma) = MODELS[name], mix.partition(" σ=")
+    batch = BatchOptions(mix=ratio or None, image_sigma=float(sigma or IMAGE_SIGMA))
     step, natural = (step_of(model, model.cluster, replace(batch, is_balanced=each)) for each in (True, False))
     assert step.pipeline_ranks is not None
     rules, ranks = SYSTEMS["colocate"].rules, step.pipeline_ranks
-    profile, layout = choose_colocation("upfront", step.part_profiles(), [], ranks)
+    profile, layout = choose_colocation("colocate", step.part_profiles(), [], ranks)
     size = next(number for number, each in enumerate(step.part_profiles()) if each is profile)
     unbalanced = natural.part_profiles()[size]  # of models without a mix, the same: they have one replica
     variants = {
         "colocate": (profile, rules),
+        "strict 1F1B, whole backwards": (profile, replace(rules, slack=(STRICT,), num_split=(0,))),
+        "microbatches as they come": (profile, replace(rules, light_ends=False)),
+        "long items shared where levels ask": (profile, replace(rules, longest=(0,))),
         "no sequence groups": (profile, replace(rules, sequence_groups=False)),
         "items in turn": (profile, replace(rules, sequence_groups=False, is_in_turn=True)),
         "items and sequences in turn": (unbalanced, replace(rules, sequence_groups=False, is_in_turn=True)),
-        "upfront": (profile, replace(rules, ahead=(EVERYTHING,), lag=(EVERYTHING,))),
+        "upfront": (profile, replace(rules, num_blocks=(1,))),
     }
     rows = []
     for variant, (given, rule) in variants.items():
@@ -179,8 +187,9 @@ def _with_free_links(cluster: Any) -> Any:
 Job = tuple[str, ...]  # a kind, and what of it
 
 
-def jobs_of(names: list[str], mixes: tuple[str, ...]) -> list[Job]:
-    """What is asked for, the longest first: large recipes, and planners that search."""
+def jobs_of(names: list[str], mixes: tuple[str, ...], only: list[str]) -> list[Job]:
+    """What is asked for, the longest first: large recipes, and planners that search. `only` are planners of the sweep,
+    all if there are none."""
     jobs: list[Job] = []
     for recipe in reversed(list(OMNI_DATA)):
         if not names or f"{recipe}-kept" in names:
@@ -188,6 +197,7 @@ def jobs_of(names: list[str], mixes: tuple[str, ...]) -> list[Job]:
         for mix in mixes if not names or recipe in names else ():
             for data, planners in (("balanced", BALANCED), ("natural", NATURAL)):
                 shown = [planner for planner in planners if planner != "pipeline" or recipe not in LARGE]
+                shown = [planner for planner in shown if not only or planner in only]
                 jobs += [("cell", recipe, mix, data, planner) for planner in shown]
     jobs += [("model", name) for name in DIP_MODELS if not names or name in names]
     jobs += [("ablations", *which) for which in ABLATIONS if not names or "ablations" in names]
@@ -246,6 +256,7 @@ def take(data: dict[str, Any], job: Job, result: Any) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("what", nargs="*", help="recipes, mixes (7:3), models, RECIPE-kept, ablations, balance")
+    parser.add_argument("--planners", nargs="*", default=[], help="of the sweep; all unless given")
     parser.add_argument("--processes", type=int, default=1)
     parser.add_argument("--budget-s", type=float, default=math.inf, help="what is not done by then is left out")
     parser.add_argument("--missing", action="store_true", help="leave out what the results have already")
@@ -255,7 +266,7 @@ def main() -> None:
     data = json.loads(_RESULTS.read_text(encoding="utf-8")) if _RESULTS.exists() else {}
     data.pop("measured_on", None)
     mixes = tuple(argument for argument in arguments.what if ":" in argument) or MIXES
-    jobs = jobs_of([argument for argument in arguments.what if ":" not in argument], mixes)
+    jobs = jobs_of([argument for argument in arguments.what if ":" not in argument], mixes, arguments.planners)
     if arguments.missing:
         jobs = [job for job in jobs if job not in known_jobs(data)]
     commit = circumstances()["commit"]
@@ -275,6 +286,7 @@ def main() -> None:
         for job in waiting:
             print("not run within the budget:", *job, file=sys.stderr, flush=True)
     publish("omni", data, report(data))
+    write_between(ROOT / "docs" / "results.md", "omni", summary(data))
 
 
 def _mean(values: list[float]) -> float:
@@ -314,74 +326,188 @@ def report(data: dict[str, Any]) -> str:
             rows
         )
     if data.get("models"):
-        rows = []
-        for name, result in data["models"].items():
-            for label in ("as_is", "free"):
-                cells = result[label]
-                if any("step_s" not in cells[planner] for planner in ("pipeline", "colocate")):
-                    rows.append([name, label.replace("_", " "), "does not fit", "", "", ""])
-                    continue
-                pipeline, colocate = cells["pipeline"], cells["colocate"]
-                rows.append(
-                    [
-                        name,
-                        "collectives free" if label == "free" else "",
-                        f"{pipeline['step_s']:.2f} s, {pipeline['peak_gib']:.0f} GiB",
-                        f"{colocate['step_s']:.2f} s, {colocate['peak_gib']:.0f} GiB",
-                        f"{pipeline['step_s'] / colocate['step_s']:.2f}",
-                        f"{colocate['step_s'] / colocate['bound_s']:.3f}",
-                    ]
-                )
-        parts.append(markdown(["", "", "pipeline", "colocate", "speedup", "x bound"], rows))
+        parts.append(models_table(data["models"]))
     return "\n\n".join(parts)
 
 
-def _sweep_tables(data: dict[str, Any]) -> list[str]:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Comparison:
+    """`colocate` in one cell of the sweep, beside the others: seconds by data and planner, None where nothing fits."""
+
+    recipe: str
+    mix: str
+    lengths: dict[tuple[str, str], float | None]
+    ours_s: float
+    bound_s: float
+
+    @property
+    def of_bound(self) -> float:
+        return self.ours_s / self.bound_s
+
+    @property
+    def gain(self) -> float:
+        """Over the fastest baseline with sequences as they come."""
+        return min(filter(None, (self.lengths["natural", planner] for planner in NATURAL))) / self.ours_s
+
+    @property
+    def lead(self) -> float:
+        """Over the fastest other planner with the same data."""
+        others = [of for (data, planner), of in self.lengths.items() if data == "balanced" and planner != "colocate"]
+        return min(filter(None, others)) / self.ours_s
+
+
+def comparisons(data: dict[str, Any]) -> list[Comparison]:
+    """The cells of the sweep that have `colocate` and all baselines, by recipe and mix."""
     by_cell: dict[tuple[str, str], dict[tuple[str, str], dict[str, Any]]] = {}
     for row in data["cells"]:
         by_cell.setdefault((row["recipe"], row["mix"]), {})[row["data"], row["planner"]] = row
+    needed = {("balanced", "colocate"), *(("natural", planner) for planner in NATURAL)}
+    return [
+        Comparison(
+            recipe=recipe,
+            mix=mix,
+            lengths={which: row.get("step_s") for which, row in cells.items()},
+            ours_s=cells["balanced", "colocate"]["step_s"],
+            bound_s=cells["balanced", "colocate"]["bound_s"],
+        )
+        for (recipe, mix), cells in sorted(by_cell.items())
+        if needed <= cells.keys() and "step_s" in cells["balanced", "colocate"]
+    ]
+
+
+def models_table(models: dict[str, Any]) -> str:
+    """`pipeline` and `colocate` on the models of DIP, also with collectives that cost nothing."""
+    rows = []
+    for name, result in sorted(models.items()):
+        for label, remark in (("as_is", ""), ("free", ", collectives free")):
+            pipeline, colocate = result[label]["pipeline"], result[label]["colocate"]
+            if "step_s" not in pipeline or "step_s" not in colocate:
+                rows.append([f"{name}{remark}", "does not fit", "", "", ""])
+                continue
+            rows.append(
+                [
+                    f"{name}{remark}",
+                    f"{pipeline['step_s']:.2f} s, {pipeline['peak_gib']:.0f} GiB",
+                    f"{colocate['step_s']:.2f} s, {colocate['peak_gib']:.0f} GiB",
+                    f"{pipeline['step_s'] / colocate['step_s']:.2f}",
+                    f"{colocate['step_s'] / colocate['bound_s']:.3f}",
+                ]
+            )
+    return markdown(["step, peak memory", "`pipeline`", "`colocate`", "speedup", "x bound"], rows)
+
+
+def commits_of(rows: Iterable[dict[str, Any]]) -> str:
+    """The commits at which cells were run, and how many at each."""
+    counts = Counter(row.get("commit", "earlier ones").removesuffix(" with changes") for row in rows)
+    if len(counts) == 1:
+        return f"commit {next(iter(counts))}"
+    return "commits " + ", ".join(f"{commit} ({count})" for commit, count in counts.most_common())
+
+
+def _sweep_tables(data: dict[str, Any]) -> list[str]:
     kept = {(row["recipe"], row["mix"]): row for row in data.get("kept", [])}
-    rows, gains = [], dict[str, list[float]]()
-    for (recipe, mix), cells in sorted(by_cell.items()):
-        if not {("balanced", "colocate"), *(("natural", planner) for planner in NATURAL)} <= cells.keys():
-            continue  # cut short
-        ours = cells["balanced", "colocate"]
+    cells, rows = comparisons(data), []
+    for cell in cells:
 
-        def length(data_order: str, planner: str, of: Any = cells) -> str:
-            if (data_order, planner) not in of:
+        def length(data_order: str, planner: str, of: Comparison = cell) -> str:
+            if (data_order, planner) not in of.lengths:
                 return "not run"
-            row = of[data_order, planner]
-            return f"{row['step_s']:.2f}" if "step_s" in row else "does not fit"
+            length_s = of.lengths[data_order, planner]
+            return "does not fit" if length_s is None else f"{length_s:.2f}"
 
-        natural = [cells["natural", planner] for planner in NATURAL]
-        best = min((row["step_s"] for row in natural if "step_s" in row), default=None)
-        gain = best / ours["step_s"] if best and "step_s" in ours else None
-        if gain:
-            gains.setdefault(recipe, []).append(gain)
-        at_5_5 = kept.get((recipe, mix), {}).get("step_s")
+        at_5_5 = kept.get((cell.recipe, cell.mix), {}).get("step_s")
         rows.append(
             [
-                f"{recipe} {mix}",
+                f"{cell.recipe} {cell.mix}",
                 *(length("natural", planner) for planner in NATURAL),
                 *(length("balanced", planner) for planner in ("static", "optimus", "pipeline", "upfront", "colocate")),
-                f"{ours['step_s'] / ours['bound_s']:.3f}" if "step_s" in ours else "",
-                f"{gain:.2f}" if gain else "",
-                f"{at_5_5 / ours['step_s']:.3f}" if at_5_5 and "step_s" in ours else "",
+                f"{cell.of_bound:.3f}",
+                f"{cell.gain:.2f}",
+                f"{at_5_5 / cell.ours_s:.3f}" if at_5_5 else "",
             ]
         )
     headings = ["s", *NATURAL, "static, balanced", "optimus, balanced", "pipeline", "upfront", "colocate"]
     headings += ["x bound", "over the best natural", "layout of 5:5"]
-    means = [
-        [recipe, f"{len(values)}", f"{_mean(values):.2f}", f"{max(values):.2f}", f"{PAPER.get(recipe, '')}"]
-        for recipe, values in gains.items()
-    ]
-    together = [gain for values in gains.values() for gain in values]
-    if together:
-        means.append(["all", f"{len(together)}", f"{_mean(together):.2f}", f"{max(together):.2f}", ""])
-    return [
-        markdown(headings, rows),
-        markdown(["speedup over the best natural", "mixes", "mean", "largest", "the paper's largest"], means),
-    ]
+    return [markdown(headings, rows), gains_table(cells), f"Cells of the sweep: {commits_of(data['cells'])}."]
+
+
+def gains_table(cells: Sequence[Comparison]) -> str:
+    """What `colocate` gains, by recipe and over all cells."""
+    by_recipe: dict[str, list[Comparison]] = {}
+    for cell in cells:
+        by_recipe.setdefault(cell.recipe, []).append(cell)
+    rows = []
+    for recipe, of_recipe in [*by_recipe.items(), ("all", list(cells))]:
+        gains, of_bound = [cell.gain for cell in of_recipe], [cell.of_bound for cell in of_recipe]
+        rows.append(
+            [
+                recipe,
+                f"{len(of_recipe)}",
+                f"{_mean(gains):.2f}",
+                f"{min(gains):.2f} to {max(gains):.2f}",
+                f"{PAPER[recipe]:.2f}" if recipe in PAPER else "",
+                f"{min(cell.lead for cell in of_recipe):.3f}",
+                f"{min(of_bound):.2f} to {max(of_bound):.2f}",
+            ]
+        )
+    headings = ["`colocate`", "mixes", "over the best natural, mean", "smallest to largest", "the paper's largest"]
+    return markdown([*headings, "over the best other planner, at least", "x bound"], rows)
+
+
+def summary(data: dict[str, Any]) -> str:
+    """What the documentation says of the sweep."""
+    cells = comparisons(data)
+    ours = [row for row in data["cells"] if (row["data"], row["planner"]) == ("balanced", "colocate")]
+    texts = [gains_table(cells), f"`colocate`: {commits_of(ours)}. All cells: {commits_of(data['cells'])}."]
+    if data.get("kept"):
+        texts.append(kept_sentence(cells, data["kept"]))
+    if data.get("ablations"):
+        texts.append(ablations_table(data["ablations"]))
+    if data.get("models"):
+        texts.append(models_table(data["models"]))
+    others = [*data.get("kept", []), *data.get("ablations", []), *data.get("models", {}).values()]
+    if others:
+        texts.append(f"Kept layouts, ablations and models of DIP: {commits_of(others)}.")
+    return "\n\n".join(texts)
+
+
+def kept_sentence(cells: Sequence[Comparison], kept: Sequence[dict[str, Any]]) -> str:
+    """How much slower steps are with the layout of 5:5."""
+    ours_s = {(cell.recipe, cell.mix): cell.ours_s for cell in cells}
+    texts = []
+    for recipe in dict.fromkeys(row["recipe"] for row in sorted(kept, key=lambda row: str(row["recipe"]))):
+        rows = [row for row in kept if row["recipe"] == recipe and (recipe, row["mix"]) in ours_s]
+        slower = [
+            (100 * row["step_s"] / ours_s[recipe, row["mix"]] - 100, row["mix"]) for row in rows if "step_s" in row
+        ]
+        text = f"{recipe} {max(slower)[0]:.1f} % (at {max(slower)[1]})"
+        refused = [row["mix"] for row in rows if "step_s" not in row]
+        texts.append(text + (f", and it does not fit at {', '.join(refused)}" if refused else ""))
+    return (
+        "With the layout chosen at 5:5 and no search, steps at other mixes are slower than with one chosen there and a "
+        f"search by at most: {'; '.join(texts)}."
+    )
+
+
+def ablations_table(rows: Sequence[dict[str, Any]]) -> str:
+    """The throughput that is lost without one part, beside the paper's."""
+    seconds = {(row["recipe"], row["mix"], row["variant"]): row.get("step_s") for row in rows}
+    shown = [(recipe, mix) for recipe, mix in ABLATIONS if mix and seconds.get((recipe, mix, "colocate"))]
+    table = []
+    for what, variant, paper in (
+        ("encoders on the language model's ranks (`optimus` instead)", "spread (optimus)", "53 to 61 %"),
+        ("balancing of items and sequences", "items and sequences in turn", "46 to 51 %"),
+        ("sequence groups", "no sequence groups", "19 %"),
+        ("just in time (`upfront` instead)", "upfront", ""),
+        ("two halves of backwards, other orders", "strict 1F1B, whole backwards", ""),
+    ):
+        lost = []
+        for recipe, mix in shown:
+            length_s = seconds.get((recipe, mix, variant))
+            lost.append(f"{100 - 100 * seconds[recipe, mix, 'colocate'] / length_s:.1f} %" if length_s else "")
+        table.append([what, *lost, paper])
+    names = [f"{recipe} {mix}" for recipe, mix in shown]
+    return markdown(["throughput lost without", *names, "the paper's"], table)
 
 
 if __name__ == "__main__":

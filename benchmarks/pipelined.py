@@ -187,7 +187,9 @@ def by_spindle(
             if stage == setup.num_stages - 1:
                 passes.insert(len(passes) - (kind == BACKWARD), (slots[task, "loss", 0], kind))
         lists.append(passes)
-    needs = pass_needs([one for passes in lists for one in passes], slot_links([one.op for one in pieces], graph))
+    listed = [one for passes in lists for one in passes]
+    columns = pass_needs(listed, slot_links([one.op for one in pieces], graph))
+    needs = {key: [listed[need] for need in columns.of(number)] for number, key in enumerate(listed)}
     plan = assemble_passes(profile, profile.default_setting, "1f1b", pieces, _merged(lists, needs))
     check(plan, profile)
     program = lower(plan, profile)

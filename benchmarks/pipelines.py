@@ -49,7 +49,8 @@ from spindle.planners.pipeline.orders import interleaved
 from spindle.planners.pipeline.retime import stage_columns
 from spindle.planners.pipeline.search import search
 from spindle.planners.pipeline.segments import Column, Segments
-from spindle.planners.pipeline.stages import NS, Batch, batches_of
+from spindle.planners.pipeline.stage_costs import NS
+from spindle.planners.pipeline.stages import Batch, batches_of
 from spindle.profile import Profile
 from spindle.program import lower
 from spindle.recipes import batch_profile, batches, emulator, model_flops, sub_microbatch_sizes

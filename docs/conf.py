@@ -27,6 +27,7 @@ myst_enable_extensions = ["deflist"]
 myst_heading_anchors = 3
 suppress_warnings = ["myst.xref_missing"]  # links to sources and results, which are in the repository, not on the site
 autodoc_typehints = "none"
+smartquotes = False  # options begin with two dashes
 
 
 def command_reference() -> str:

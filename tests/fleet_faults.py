@@ -6,15 +6,17 @@
     python -m tests.fleet_faults --budget-s 600     begins no series after 600 s
     python -m tests.fleet_faults --report           the table of all results again
 
-A series is one fleet with two jobs: one is moved to other nodes, or stopped and resumed, again and again, and in a
-phase of that action a fault happens, or two at once; the other job trains beside it. A series passes if every fault
-happened, both jobs ended with the parameters of one process that nothing disturbed (float64, 1e-9), no attempt began
-before the newest checkpoint that was complete when it started, no node ever had more jobs than devices, recorded events
-give the same actions again, every action was confirmed, and afterwards no placement group, no agent, no occupied device
-and no process is left.
+A series is one fleet with two jobs: one is moved to other nodes, or stopped and resumed, or resized while it trains,
+again and again, and in a phase of that action a fault happens, or two at once; the other job trains beside it. A series
+passes if every fault happened, both jobs ended with the parameters of one process that nothing disturbed (float64,
+1e-9), no attempt began before the newest checkpoint that was complete when it started, no node ever had more jobs than
+devices, recorded events give the same actions again, every action was confirmed, and afterwards no placement group, no
+agent, no occupied device and no process is left.
 
 Phases are those of the moved job's actions: `written` (in the store, nothing executed), `group removed`, `group
-created`, `ranks up`; `training` is none of them. The scheduler runs in a process that calls `reached` in each phase.
+created`, `ranks up`; `training` is none of them. A resize has two more: `standby` (the next ranks have been started
+beside those that train) and `handover` (they are ready, those that train are told to stop). The scheduler runs in a
+process that calls `reached` in each phase.
 """
 
 from __future__ import annotations
@@ -63,8 +65,11 @@ GRACE_S = 15
 CALM_S = 1.5  # without an action, before the next fault
 HUNG_S = 12  # instead of 60: without progress, after which a rank hangs
 TOLERANCE = 1e-9
-PHASES = ("training", "written", "group removed", "group created", "ranks up")
+PHASES = ("training", "written", "standby", "handover", "group removed", "group created", "ranks up")
+COMMON_PHASES = ("training", "written", "group removed", "group created", "ranks up")
 MOVE, STOP = ACTIONS = ("move", "stop and resume")
+RESIZE = "resize"
+PREFER = "prefer"  # a command that only schedulers of this file have: a number of devices for the moved job
 FAULTS = (
     "exception",
     "killed rank",
@@ -79,6 +84,41 @@ FAULTS = (
     "clock",
 )
 HEAD = "killed head"
+# Of a resize: in `handover` and before, ranks and agents are those that train, unless they are on standby.
+RESIZE_FAULTS = {
+    "written": ("killed rank", "killed agent", "killed node", "killed scheduler"),
+    "standby": (
+        *("exception", "killed rank", "killed agent", "killed standby rank", "killed standby agent"),
+        *("stopped standby rank", "killed node", "drained node", "killed scheduler", "full disk"),
+    ),
+    "handover": (
+        *("killed rank", "killed agent", "killed standby rank", "killed standby agent", "killed node"),
+        *("killed scheduler", "full disk", "full disk of ranks"),
+    ),
+    "group removed": ("killed standby rank", "killed standby agent", "killed node", "killed scheduler", "full disk"),
+    "group created": ("killed standby rank", "killed standby agent", "killed node", "killed scheduler"),
+    "ranks up": ("killed rank", "killed agent", "killed node", "killed scheduler"),
+}
+# What is rarer while a job is resized, and two at once.
+FURTHER_RESIZE_FAULTS = {
+    "standby": ("stopped rank", "hung rank", "returning node", "full disk of ranks", "clock"),
+    "handover": ("exception", "stopped rank", "drained node", "returning node", "clock"),
+}
+RESIZE_PAIRS = {
+    "standby": (
+        ("killed rank", "killed standby rank"),
+        ("killed standby agent", "killed scheduler"),
+        ("killed node", "killed scheduler"),
+        ("full disk", "killed rank"),
+    ),
+    "handover": (
+        ("killed agent", "killed standby agent"),
+        ("killed standby rank", "killed scheduler"),
+        ("killed node", "full disk"),
+        ("killed rank", "drained node"),
+    ),
+}
+STANDBY_FAULTS = ("killed agent", "killed standby rank", "killed standby agent", "stopped standby rank")
 JUMPS_S = (3 * 3600.0, -3 * 3600.0, 30 * 3600.0)
 _real_time = time.time  # the scheduler's process has another, which jumps
 _FULL = 1000  # bytes that a file may have on a full disk
@@ -108,10 +148,21 @@ class Series:
 def all_series() -> Iterator[Series]:
     """Every fault in each phase of each action, then pairs, then random ones; the head's last, which take a minute."""
     for action in ACTIONS:
-        for phase in PHASES if action == MOVE else PHASES[1:]:
-            choices = enumerate(FAULTS, PHASES.index(phase))
+        for phase in COMMON_PHASES if action == MOVE else COMMON_PHASES[1:]:
+            choices = enumerate(FAULTS, COMMON_PHASES.index(phase))
             injections = [Injection(faults=(fault,), phase=phase, action=action, choice=n) for n, fault in choices]
             yield Series(name=f"{action}, {phase}" if phase != "training" else phase, injections=tuple(injections))
+    for phase, faults in RESIZE_FAULTS.items():
+        injections = [Injection(faults=(fault,), phase=phase, action=RESIZE) for fault in faults]
+        yield Series(name=f"{RESIZE}, {phase}", injections=tuple(injections))
+    rare = [(phase, fault) for phase, faults in FURTHER_RESIZE_FAULTS.items() for fault in faults]
+    injections = [
+        Injection(faults=(fault,), phase=phase, action=RESIZE, choice=n) for n, (phase, fault) in enumerate(rare)
+    ]
+    yield Series(name=f"{RESIZE}, further", injections=tuple(injections))
+    both = [(phase, pair) for phase, pairs in RESIZE_PAIRS.items() for pair in pairs]
+    injections = [Injection(faults=pair, phase=phase, action=RESIZE, choice=n) for n, (phase, pair) in enumerate(both)]
+    yield Series(name=f"{RESIZE}, pairs", injections=tuple(injections))
     generator = random.Random("pairs")
     pairs = [(first, second) for number, first in enumerate(FAULTS) for second in FAULTS[number + 1 :]]
     generator.shuffle(pairs)
@@ -122,11 +173,13 @@ def all_series() -> Iterator[Series]:
         generator = random.Random(f"random {number}")
         injections = [_random(generator, (generator.choice(FAULTS),)) for _ in range(10)]
         yield Series(name=f"random {number}", injections=tuple(injections))
-    yield Series(name=HEAD, injections=tuple(Injection(faults=(HEAD,), phase=phase, action=MOVE) for phase in PHASES))
+    yield Series(
+        name=HEAD, injections=tuple(Injection(faults=(HEAD,), phase=phase, action=MOVE) for phase in COMMON_PHASES)
+    )
 
 
 def _random(generator: random.Random, faults: tuple[str, ...]) -> Injection:
-    phase, action = generator.choice(PHASES), generator.choice(ACTIONS)
+    phase, action = generator.choice(COMMON_PHASES), generator.choice(ACTIONS)
     return Injection(faults=faults, phase=phase, action=action, choice=generator.randrange(12))
 
 
@@ -168,6 +221,12 @@ def _prepare(folder: Path, fault: str, choice: int, nodes: dict[str, list[str]])
             return {f"{fault}": job}
         case "killed rank" | "stopped rank":
             return {fault: ranks[job][choice % len(ranks[job]) :][:1] if ranks[job] else []}
+        case "killed standby rank" | "stopped standby rank":
+            return {fault: _ranks(folder / MOVED, standby=True)[:1]}
+        case "killed agent":
+            return {fault: [_parent(pid) for pid in ranks[MOVED][:1]]}
+        case "killed standby agent":
+            return {fault: [_parent(pid) for pid in _ranks(folder / MOVED, standby=True)[:1]]}
         case "killed node" | "drained node":
             return {fault: places[choice % len(places)]}
         case "returning node":
@@ -193,9 +252,9 @@ def _happen(folder: Path, fault: str, mark: dict[str, Any]) -> None:
     match fault:
         case "exception" | "hung rank":
             (folder / target / ("raise" if fault == "exception" else "hang")).touch()
-        case "killed rank" | "killed head":
+        case "killed rank" | "killed head" | "killed agent" | "killed standby rank" | "killed standby agent":
             _signal(target, signal.SIGKILL)
-        case "stopped rank":
+        case "stopped rank" | "stopped standby rank":
             _signal(target, signal.SIGSTOP)
         case "killed node":
             _signal([raylets(_local(folder)).get(target)], signal.SIGKILL)
@@ -226,15 +285,27 @@ def _local(folder: Path) -> Any:
     return LiveTestFleet(folder, "").local()
 
 
-def _ranks(folder: Path) -> list[int]:
-    """Ranks of a job, in the order of their numbers. A process that was forked a moment ago is left out."""
-    found = {}
+def _ranks(folder: Path, *, standby: bool = False) -> list[int]:
+    """Ranks of a job's first attempt that has any, in the order of their numbers; with `standby`, of the last. A
+    process that was forked a moment ago is left out."""
+    found: dict[int, dict[int, int]] = {}
     for pid in processes_of(folder):
         if "spindle.launch.worker" in _command(pid):
             with contextlib.suppress(OSError, StopIteration):
                 variables = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
-                found[next(int(word[5:]) for word in variables if word.startswith(b"RANK="))] = pid
-    return [found[rank] for rank in sorted(found)]
+                attempt, rank = (
+                    next(int(word.removeprefix(name)) for word in variables if word.startswith(name))
+                    for name in (b"SPINDLE_ATTEMPT=", b"RANK=")
+                )
+                found.setdefault(attempt, {})[rank] = pid
+    if not found:
+        return []
+    ranks = found[max(found) if standby else min(found)]
+    return [ranks[rank] for rank in sorted(ranks)]
+
+
+def _parent(pid: int) -> int:
+    return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
 
 
 def _agents(raylet: int) -> list[int]:
@@ -271,8 +342,10 @@ def scheduler(folder: Path, arguments: Sequence[str]) -> int:
     import importlib
 
     from spindle.cli.main import run
+    from spindle.fleet import Estimate, Estimated
     from spindle.fleet.engine import RUNNING
     from spindle.fleet.events import Plan
+    from spindle.fleet.live import LiveFleet
     from spindle.fleet.ray_engine import RayEngine
     from spindle.fleet.ray_nodes import import_ray
     from spindle.fleet.store import Store
@@ -297,7 +370,7 @@ def scheduler(folder: Path, arguments: Sequence[str]) -> int:
         inject(folder, data["number"], injection)
 
     append, discard, create, wait = Store.append, RayEngine.discard, RayEngine._create, groups.PlacementGroup.wait
-    make_group = groups.placement_group
+    make_group, stop, handle = groups.placement_group, RayEngine.stop, LiveFleet._handle
 
     def noted_append(self: Store, event: Any, actions: Any, **options: Any) -> list[int]:
         numbers = append(self, event, actions, **options)
@@ -327,6 +400,36 @@ def scheduler(folder: Path, arguments: Sequence[str]) -> int:
         if attempt.phase == RUNNING:
             reached("ranks up", key[0])
 
+    def noted_stop(self: RayEngine, key: Any, grace_s: float) -> None:
+        is_handover = any(job == key[0] for job, _ in self._standbys)
+        stop(self, key, grace_s)
+        if is_handover:
+            reached("handover", key[0])
+
+    def noted_is_prepared(self: RayEngine, key: Any) -> bool | None:
+        # Once ranks on standby run; they may be ready.
+        if (folder / "armed.json").exists() and _ranks(folder / MOVED, standby=True) != _ranks(folder / MOVED):
+            reached("standby", key[0])
+        return is_prepared(self, key)
+
+    def handle_ours(self: LiveFleet, command: Any) -> None:
+        if command.body["command"] != PREFER:
+            handle(self, command)
+            return
+        cells = [estimate.cell for estimate in self.state.find(MOVED).estimates]
+        for cell in cells:
+            if self.store.plan(MOVED, cell) is None:
+                bound = Estimate(cell=cell, step_s=1.0, grade="bound")
+                self.plans._process.request(MOVED, self.store.submission(MOVED), self.state.fleet, bound)
+        estimates = tuple(
+            Estimate(cell=cell, step_s=0.1 if cell.num_devices == command.body["count"] else 100.0, grade="measured")
+            for cell in cells
+        )
+        event = Estimated(time_s=self.clock.now_s(), job=MOVED, estimates=estimates)
+        self.journal.record(event, answers=((command.number, "ok"),))
+
+    is_prepared = RayEngine.is_prepared
+    RayEngine.stop, RayEngine.is_prepared, LiveFleet._handle = noted_stop, noted_is_prepared, handle_ours
     Store.append, RayEngine.discard, RayEngine._create = noted_append, noted_discard, noted_create
     groups.placement_group, groups.PlacementGroup.wait = noted_group, noted_wait
     return run(["fleet", "up", *arguments])
@@ -521,12 +624,14 @@ def _disturb(fleet: FaultyFleet, number: int, injection: Injection) -> dict[str,
         if injection.action == MOVE:
             node = job["nodes"][-1]
             fleet.request(command="drain", node=node, within_s=0.0)
+        elif injection.action == RESIZE:
+            fleet.request(command=PREFER, count=3 - len(_ranks(fleet.folder / MOVED)))
         else:
             fleet.request(command="stop", job=MOVED)
             if injection.phase in ("group created", "ranks up"):
                 fleet.wait(lambda: fleet.job(MOVED)["phase"] == "suspended", "it is suspended")
                 fleet.request(command="resume", job=MOVED)
-        fleet.wait(path.exists, f"{injection.faults} in phase {injection.phase!r}", 60.0)
+        fleet.wait(path.exists, f"{injection.faults} in phase {injection.phase!r}", RECOVERY_S)
     return json.loads(path.read_text())
 
 
@@ -739,7 +844,7 @@ def report(rows: Sequence[dict[str, Any]]) -> str:
     last = {row["series"]: row for row in rows}
     injected = [(each, row["verdict"] == "passed") for row in last.values() for each in row["faults"]]
     lines = []
-    for fault in (*FAULTS, HEAD):
+    for fault in (*FAULTS, *STANDBY_FAULTS, HEAD):
         lines.append(_summary(fault, [(each, passed) for each, passed in injected if each["faults"] == [fault]]))
     lines.append(_summary("two at once", [(each, passed) for each, passed in injected if len(each["faults"]) > 1]))
     lines.append(_summary("all", injected))

@@ -101,7 +101,7 @@ def check_allocation(state: State) -> None:
             assert share.node not in state.unavailable
             used[share.node] += share.num_devices
     for name, count in used.items():
-        assert count <= machines.size_of_node[machines.node_number(name)]
+        assert count <= state.num_usable(machines.node_number(name))
     for team in machines.teams:
         for limit in team.limits:
             total = sum(
@@ -110,3 +110,27 @@ def check_allocation(state: State) -> None:
                 if job.allocation and job.job.team == team.name and job.allocation.cell.kind == limit.kind
             )
             assert total <= limit.num_devices
+
+
+def fit_on_nodes(state: State, cells: Iterable[Cell]) -> bool:
+    """Whether there is any way to place all these cells on nodes that the fleet may use now: by trying all."""
+    machines = state.fleet
+    left = sorted(cells, key=lambda cell: -cell.num_devices)
+
+    def fit(first: int, free: tuple[int, ...]) -> bool:
+        if first == len(left):
+            return True
+        cell, kind = left[first], machines.kind_number(left[first].kind)
+        size, nodes = machines.node_size(kind), [n for n, of in enumerate(machines.kind_of_node) if of == kind]
+        if cell.num_devices > size:
+            whole = [node for node in nodes if free[node] == size][: cell.num_devices // size]
+            if len(whole) * size < cell.num_devices:
+                return False
+            return fit(first + 1, tuple(0 if node in whole else count for node, count in enumerate(free)))
+        return any(
+            fit(first + 1, (*free[:node], free[node] - cell.num_devices, *free[node + 1 :]))
+            for node in nodes
+            if free[node] >= cell.num_devices
+        )
+
+    return fit(0, tuple(state.num_usable(node) for node in range(len(machines.node_names))))

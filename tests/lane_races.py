@@ -1,4 +1,5 @@
-"""Races between lanes, made on purpose: one dependency is left out, and what it waited for comes late."""
+"""Races between lanes, made on purpose: one dependency is left out, and what it waited for comes late; or memory that
+weight gradients read is released before they have run, and they come late."""
 
 from __future__ import annotations
 
@@ -10,8 +11,9 @@ from typing import Any
 from unittest import mock
 
 import replay
-from spindle.program import OptimizerStep
+from spindle.program import Backward, OptimizerStep
 from spindle.run.composed_graph import ComposedGraph
+from spindle.run.graphs import Graphs
 from spindle.run.lanes import COMMUNICATION, Lanes
 
 Edge = tuple[int, int]
@@ -74,9 +76,57 @@ def edge_left_out(number: int, *, stays: bool = False, of_communication: bool = 
                 lanes._waits[after].remove(before)
             left_out.late.add(before)
 
-    def replayed(composed: ComposedGraph) -> None:
-        in_any_order(composed, left_out.late)
-
-    in_any_order = replay.replay_children
-    with mock.patch.object(Lanes, "__init__", without), mock.patch.object(replay, "replay_children", replayed):
+    with mock.patch.object(Lanes, "__init__", without), _late_in_replays(left_out.late):
         yield left_out
+
+
+@dataclass(slots=True)
+class Released:
+    """How often weight gradients were captured whose memory was released; and the instructions that are late."""
+
+    count: int = 0
+    late: set[int] = field(default_factory=set)
+
+
+@contextmanager
+def released_early(*, stays: bool = False) -> Iterator[Released]:
+    """Inside, what weight gradients read is released as soon as they are captured, so that the next graph on the lane
+    of their slot gets this memory (`replay.capturing` and, on a GPU, `reused_at_once` overwrite it there); and weight
+    gradients with a lane of their own are late. If the memory `stays`, they are late all the same."""
+    made, run, released = Lanes.__init__, Graphs.backward_weights, Released()
+
+    def with_late(lanes: Lanes, program: Any, rank_program: Any, world: Any) -> None:
+        made(lanes, program, rank_program, world)
+        for position in rank_program.compute:
+            match program.instructions[position]:
+                case Backward(slot=slot, makes_inputs=False) if program.plan.slots[slot].has_weight_lane:
+                    released.late.add(position)
+                case _:
+                    pass
+
+    def run_and_release(graphs: Graphs, slot: Any, first: int, *arguments: Any) -> Any:
+        left = run(graphs, slot, first, *arguments)
+        parts = graphs._slots[slot.number].parts.get(first)
+        if parts and left is None and not stays:
+            parts.clear()
+            released.count += 1
+        return left
+
+    with (
+        mock.patch.object(Lanes, "__init__", with_late),
+        mock.patch.object(Graphs, "backward_weights", run_and_release),
+        _late_in_replays(released.late),
+    ):
+        yield released
+
+
+@contextmanager
+def _late_in_replays(late: set[int]) -> Iterator[None]:
+    """Inside, emulated graphs replay these instructions as late as they can."""
+    in_any_order = replay.replay_children
+
+    def replayed(composed: ComposedGraph) -> None:
+        in_any_order(composed, late)
+
+    with mock.patch.object(replay, "replay_children", replayed):
+        yield

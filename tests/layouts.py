@@ -4,9 +4,12 @@
     python -m tests.layouts --cases 2000 --first 500 --processes 8 --budget-s 300 -o layouts.json
 
 A case is a small model, a cluster, items of random lengths, a layout and a planner, all drawn by its number. It is
-planned with as much memory as it likes and then with less and less of what it took, until it is refused. Every plan is
-checked and its program verified, as planned and as the runtime lowers it, with the owners of all weights, and with and
-without a sharded optimizer; `verify` proves that it neither deadlocks nor reads data that it does not have.
+planned with as much memory as it likes and then with less and less of what it took, until it is refused. The first
+thousand cases and an eighth of the others are planned as users plan, some of these with a search; the rest have one
+random timing of parts, where a planner takes the best of some fifty, so that orders are proved which are rarely the
+best. Every plan is checked and its program verified, as planned and as the runtime lowers it, with the owners of all
+weights, and with and without a sharded optimizer; `verify` proves that it neither deadlocks nor reads data that it does
+not have.
 """
 
 from __future__ import annotations
@@ -27,9 +30,10 @@ from spindle.cluster import cluster_named
 from spindle.errors import DoesNotFitError
 from spindle.plan import Plan, check
 from spindle.planners import Layout, PlanOptions, make_plan, owning_ranks_in
-from spindle.planners.colocate.planner import layouts_with
+from spindle.planners.colocate.columns import EVERYTHING, STRICT
+from spindle.planners.colocate.planner import Rules, layouts_with, plan_by_rules
 from spindle.planners.options import DEDICATED, FIRST, REPLICATED
-from spindle.planners.pipeline.stages import held_bytes
+from spindle.planners.pipeline.rank_parameters import held_bytes
 from spindle.profile import Profile
 from spindle.program import lower, posted_peaks, verify
 from spindle.recipes import MultimodalModel, emulator, parts_profile
@@ -40,7 +44,7 @@ from spindle.workload import LANGUAGE, VISION, Microbatch
 SHARES = (0.8, 0.6, 0.45, 0.3, 0.2, 0.12, 0.06, 0.03, 0.01)  # of what activations took
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class Case:
     """A layout of a model, and a step of it."""
 
@@ -48,6 +52,8 @@ class Case:
     planner: str
     profile: Profile
     layout: Layout
+    rules: Rules | None  # those of the planner, unless given
+    evaluations: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -100,7 +106,30 @@ def case_of(number: int) -> Case:
     placements = [REPLICATED, FIRST] + [DEDICATED] * (num_ranks > 1)
     layouts = layouts_with(profile, num_ranks, (choose.choice(placements),), choose.random() < 0.5)
     planner = choose.choice(["colocate", "colocate", "upfront"])
-    return Case(number=number, planner=planner, profile=profile, layout=choose.choice(layouts))
+    layout, rules = choose.choice(layouts), None
+    if number >= 1000 and number % 8:
+        rules = Rules(
+            num_blocks=choose.choice([(1,), (2, 1), (4, 1), (EVERYTHING,)]),  # one block for few microbatches
+            ahead=(choose.choice([0, 1, 2, EVERYTHING]),),
+            lag=(choose.choice([0, 2, EVERYTHING]),),
+            slack=(choose.choice([STRICT, 0, 1, 2, 4]),),
+            num_split=(choose.choice([0, 2, EVERYTHING]),),
+            longest=(choose.choice([0, 25, 50]),),
+            num_relevels=choose.choice([0, 2]),
+            sequence_groups=choose.random() < 0.8,
+            is_in_turn=choose.random() < 0.1,
+            light_ends=choose.random() < 0.5,
+        )
+    evaluations = 20 if number % 16 == 0 else 1
+    return Case(number, planner, profile, layout, rules, evaluations)
+
+
+def planned(case: Case, profile: Profile) -> Plan:
+    """The plan of a case, in a profile with so much memory. `prove` checks and verifies it."""
+    options = PlanOptions(layouts=(case.layout,), bound_s=1e-9, evaluations=case.evaluations, is_draft=True)
+    if case.rules is None:
+        return make_plan(profile, case.planner, options)
+    return plan_by_rules(profile, options, case.planner, case.rules, ())
 
 
 def outcome_of(number: int) -> Outcome:
@@ -116,7 +145,7 @@ def outcome_of(number: int) -> Outcome:
             if taken:
                 limited = replace(profile, cluster=profile.cluster.with_memory(held + max(1, int(share * taken))))
             try:
-                plan = make_plan(limited, case.planner, PlanOptions(layouts=(layout,), bound_s=1e-9))
+                plan = planned(case, limited)
             except DoesNotFitError:
                 return Outcome(number=number, num_plans=num_plans, placement=placement, refused_at=share)
             peak = prove(plan, limited, layout)

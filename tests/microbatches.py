@@ -333,7 +333,8 @@ def random_order(graph: MetaGraph, pieces: list[Piece], split: float, choose: ra
     """Any order of passes that the flows allow; of so many pieces, backward comes in two parts."""
     kinds = [(FORWARD, INPUT, WEIGHT) if choose.random() < split else (FORWARD, BACKWARD) for _ in pieces]
     waiting = [(slot, kind) for slot, all_kinds in enumerate(kinds) for kind in all_kinds]
-    needs = pass_needs(waiting, slot_links([piece.op for piece in pieces], graph))
+    columns = pass_needs(waiting, slot_links([piece.op for piece in pieces], graph))
+    needs = {entry: [waiting[need] for need in columns.of(number)] for number, entry in enumerate(waiting)}
     haste = choose.choice((0.5, 1.0, 3.0))  # of backward passes
     order: list[tuple[int, str]] = []
     done: set[tuple[int, str]] = set()
@@ -414,7 +415,7 @@ def run_pipeline(rank: int, num_ranks: int, case: Case) -> PipelineRun:
         own_batches = {task: batch for task, batch in given.items() if task in executor.reads}
         signatures = {task: signature_of(batch) for task, batch in given.items()}
         losses, _ = executor.step(step, own_batches, signatures, optimizer if case.shards else None, cuts=cuts)
-        offloaded_bytes += executor.offloaded_bytes
+        offloaded_bytes += executor.offload.num_bytes
         if shards is None:
             optimizer.step()
         else:

@@ -5,13 +5,62 @@ from __future__ import annotations
 import numpy as np
 from hypothesis import strategies as st
 
-from spindle.planners.pipeline.segments import Segments, without_choices
+from spindle.planners.pipeline.interleave import Schedule
+from spindle.planners.pipeline.memory import choices_of, choose_memory
+from spindle.planners.pipeline.retime import retime
+from spindle.planners.pipeline.segments import Column, Segments
 
 IMAGES = (24, 48, 26, 2, 16, 32, 31, 25, 19, 30, 22, 37, 13, 32, 8, 18)
 
 # The load of vision and language in whole numbers, without rounding: a millisecond is 12 million, a unit of memory 12.
 MILLISECOND = 12_000_000
 UNIT = 12
+
+
+def without_choices(
+    *,
+    microbatch: Column,
+    group: Column,
+    forward_ns: Column,
+    backward_ns: Column,
+    memory: Column,
+    weight_ns: Column | None = None,
+    predecessors: tuple[tuple[int, ...], ...] | list[list[int]],
+    hop_ns: int = 0,
+    wrap_ns: int = 0,
+) -> Segments:
+    """Segments whose stages have one memory choice each."""
+    forward_ns, backward_ns, memory = (np.asarray(column) for column in (forward_ns, backward_ns, memory))
+    pairs, ranks = forward_ns.shape
+    entries = [entry for of_pair in predecessors for entry in of_pair]
+    return Segments(
+        num_ranks=ranks,
+        microbatch=microbatch,
+        group=group,
+        forward_ns=forward_ns,
+        backward_ns=backward_ns,
+        weight_ns=np.zeros_like(backward_ns) if weight_ns is None else weight_ns,
+        memory=memory,
+        hop_ns=np.full(pairs, hop_ns),
+        predecessor_starts=np.cumsum([0] + [len(of_pair) for of_pair in predecessors]),
+        predecessors=np.array(entries, dtype=np.int64),
+        wrap_ns=np.full(len(entries), wrap_ns),
+        choice_of=np.arange(pairs * ranks).reshape(pairs, ranks),
+        choice_forward_ns=forward_ns.reshape(-1, 1),
+        choice_backward_ns=backward_ns.reshape(-1, 1),
+        choice_memory=memory.reshape(-1, 1),
+        choice_count=np.ones(pairs * ranks, dtype=np.int64),
+    )
+
+
+def with_memory_choices(
+    segments: Segments, schedule: Schedule, caps: Column, base: Column | None = None
+) -> Schedule | None:
+    """The same orders with upgraded memory choices, timed again; None if they do not fit even with the base."""
+    choice = np.zeros((segments.num_pairs, segments.num_ranks), dtype=np.int64) if base is None else base.copy()
+    if not choose_memory(choices_of(segments), schedule.pair, schedule.kind, caps, choice):
+        return None
+    return retime(segments, schedule.pair, schedule.kind, choice)
 
 
 def vision_language(images: tuple[int, ...] = IMAGES, *, split: bool = True, num_ranks: int = 4) -> Segments:

@@ -28,7 +28,7 @@ from spindle.profile import Profile, roofline_profile
 from spindle.program import Program, lower, verify
 from spindle.run import Executor, OpCode, World, graph_cache
 from spindle.run.pytrees import signature_of
-from spindle.train import Bound, bind, code_of, probe, trace_all, trace_broadcast
+from spindle.train import BoundWorkload, bind, code_of, probe, trace_all, trace_broadcast
 from spindle.train.record import handles_of, record_all, root_handles
 from spindle.train.task import Mean, TaskResult
 from workloads import handles_in, unique_parameters, workload_named
@@ -78,7 +78,7 @@ class TracedWorkload:
     """A workload traced and bound, with its weights as they were made."""
 
     workload: Workload
-    bound: Bound
+    bound: BoundWorkload
     graph: MetaGraph
     code: list[OpCode]
     weights: dict[str, torch.Tensor]
@@ -201,7 +201,7 @@ def interleaved(program: Program, seed: int) -> Iterator[None]:
     choose, count = random.Random(seed), len(program.instructions)
     followers: dict[int, list[int]] = defaultdict(list)
     num_needs = [0] * count
-    for before, after in _launch_order._edges(program).tolist():
+    for before, after in zip(*_launch_order._edges(program), strict=True):
         followers[before].append(after)
         num_needs[after] += 1
     ready = [number for number in range(count) if num_needs[number] == 0]
@@ -312,9 +312,9 @@ def compare_steps(
     comparison.add_losses(history, expected_history)
     return Run(
         comparison=comparison,
-        captured=executor.num_captured,
-        without_graph=dict(executor.without_graph),
-        has_step_graph=executor.has_step_graph,
-        region_sizes=executor.region_sizes,
+        captured=executor.graph_cache.num_captured,
+        without_graph=dict(executor.graph_cache.refused),
+        has_step_graph=executor.graph_cache.has_step_graph,
+        region_sizes=executor.graph_cache.region_sizes,
         most_layers=max(len(handle.chain.layers) for handle in traced.bound.handles.values()),
     )

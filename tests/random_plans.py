@@ -28,11 +28,14 @@ def random_plan_text(
     choose = random.Random(seed)
     profile = profile.with_degrees(degrees) if degrees else profile
     graph, num_devices = profile.graph, profile.cluster.num_devices
-    tasks = choose.sample(graph.tasks, len(graph.tasks))
+    groups = list(dict.fromkeys(graph.task_groups.values()))
+    tasks = choose.sample(groups, len(groups))
     num_rounds = choose.choice((1, 1, min(2, len(tasks)), len(tasks)))
     if has_rounds is not None:
         num_rounds = len(tasks) if has_rounds else 1
-    round_of = {name: number * num_rounds // len(tasks) for number, name in enumerate(tasks)}
+    round_of_group = {name: number * num_rounds // len(tasks) for number, name in enumerate(tasks)}
+    round_of = {name: round_of_group[group] for name, group in graph.task_groups.items()}
+    state_devices: dict[str, list[int]] = {}
     drawn_share = choose.choice((0.0, 0.0, 0.7))
     share = drawn_share if recomputed_share is None else recomputed_share
     lines = [f"# tensor {name} {degree}" for name, degree in (degrees or {}).items() if degree > 1]
@@ -53,12 +56,21 @@ def random_plan_text(
             for position in choose.sample(ready, choose.randint(1, len(ready))):
                 curve = profile.curves[position][0]
                 degree = curve.tensor_degree
-                groups, rest = tensor_groups(free, degree, profile.cluster.place_in_island)
+                cost = graph.metaops[position].cost
+                state = "" if cost is None else cost.state
+                known = state_devices.get(state, free)
+                if not set(known) <= set(free):
+                    continue
+                groups, rest = tensor_groups(known, degree, profile.cluster.place_in_island)
+                rest += [device for device in free if device not in known]
                 counts = [count for count in curve.num_devices if count <= len(groups) * degree]
                 if not counts:
                     continue
                 count, layers = choose.choice(counts), choose.randint(1, layers_left[position])
-                devices = ",".join(str(device) for group in groups[: count // degree] for device in group)
+                taken = [device for group in groups[: count // degree] for device in group]
+                devices = ",".join(map(str, taken))
+                if state:
+                    state_devices[state] = taken
                 free = rest + [device for group in groups[count // degree :] for device in group]
                 slots.append(f"{graph.metaops[position].name}*{layers}@{devices}~{round_number}^{wave}000")
                 layers_left[position] -= layers

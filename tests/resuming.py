@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils.data import DataLoader, Dataset, IterableDataset
+from torch.utils.data import DataLoader, Dataset, IterableDataset, WeightedRandomSampler
 
 import internals
 import spindle
@@ -47,10 +47,18 @@ def stacked(samples: list[dict[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
     return {"x": torch.stack([sample["x"] for sample in samples])}
 
 
-def stateful(dataset: Any) -> Any:
+def stateful(dataset: Any, **options: Any) -> Any:
     from torchdata.stateful_dataloader import StatefulDataLoader
 
-    return StatefulDataLoader(dataset, ROWS, shuffle=True)
+    return StatefulDataLoader(dataset, ROWS, shuffle=True, **options)
+
+
+def weighted(**options: Any) -> Any:
+    """With a sampler that has a generator of its own."""
+    dataset = Waves()
+    weights = torch.arange(1.0, len(dataset) + 1)
+    sampler = WeightedRandomSampler(weights, len(dataset), generator=torch.Generator().manual_seed(5))
+    return DataLoader(dataset, ROWS, sampler=sampler, drop_last=True, **options)
 
 
 def endless() -> Iterator[Any]:
@@ -66,12 +74,15 @@ LOADERS: dict[str, Callable[[], Any]] = {
     "list": lambda: [stacked([Waves()[7 * number + row] for row in range(ROWS)]) for number in range(3)],
     "iterable": lambda: DataLoader(Stream(), ROWS),
     "generator": endless,
+    "weighted": weighted,
+    "weighted collating": lambda: weighted(collate_fn=stacked),
+    "stateful with a generator": lambda: stateful(Waves(noise=0.1), generator=torch.Generator().manual_seed(5)),
 }
 
 
 if importlib.util.find_spec("torchdata") is None:
     print("note: no torchdata here: runs go without its loader", file=sys.stderr)
-    del LOADERS["stateful"]
+    del LOADERS["stateful"], LOADERS["stateful with a generator"]
 
 
 def modules() -> dict[str, nn.Module]:

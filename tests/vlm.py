@@ -7,6 +7,7 @@ import multiprocessing
 import random
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import partial
 from itertools import pairwise
 from typing import Any
@@ -16,12 +17,13 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+import internals
 import spindle
 from spindle.planners import Job, natural_answer
 from spindle.planners.colocate import planner
 from spindle.planners.colocate.planner import layouts_with
 from spindle.planners.options import DEDICATED, FIRST, REPLICATED
-from spindle.planners.pipeline.stages import ranks_of_whole
+from spindle.planners.pipeline.rank_parameters import ranks_of_whole
 from spindle.train import item_parts, microbatches, plan
 from trainings import Training
 from zoo import Workload
@@ -60,9 +62,11 @@ class Block(nn.Module):
 class Encoder(nn.Module):
     """Patches of images in one sequence; four of them become a row of the output."""
 
-    def __init__(self, num_layers: int, patch_size: int, is_per_item: bool = True) -> None:
+    def __init__(self, num_layers: int, patch_size: int, is_per_item: bool = True, normalises: bool = False) -> None:
         super().__init__()
-        self.embed = nn.Linear(patch_size, WIDTH)
+        self.embed: nn.Module = nn.Linear(patch_size, WIDTH)
+        if normalises:
+            self.embed = nn.Sequential(self.embed, nn.BatchNorm1d(WIDTH))
         self.blocks = nn.ModuleList(Block(is_per_item) for _ in range(num_layers))
         self.merge = nn.Linear(MERGE * WIDTH, WIDTH)
 
@@ -140,6 +144,7 @@ IMAGES: dict[str, Callable[[int], tuple[int, ...]]] = {
     "few": lambda number: (7,) if number % 2 == 0 else (),
     "equal": lambda number: (4,) * (number % 3 + 1),
     "steps without": lambda number: images_of(number) if number < 3 else (),
+    "steps with": lambda number: images_of(number) if number > 2 else (),
     "none": lambda number: (),
     "one long": lambda number: (17, 1, 1) if number % 2 else (1, 17, 2),
 }
@@ -157,13 +162,18 @@ def vlm(
     hugging_face: bool = False,
     detached: bool = False,
     recompute: bool = False,
+    projects_tokens: bool = False,
+    empty: bool = False,
+    normalises: bool = False,
 ) -> Workload:
     """A vision-language model. With `counts`, batches differ in how many tokens their loss counts, and say so a step
-    ahead; with `audio`, recordings pass an encoder of their own and the same projector; with `hugging_face`, the
-    encoder is that of Qwen2-VL; `detached` images get no gradient, though their encoder is trained."""
+    ahead; with `audio`, recordings pass an encoder of their own and the same projector; with `projects_tokens`,
+    embeddings of tokens pass it, too; with `empty`, batches without images have none in their entries; with
+    `hugging_face`, the encoder is that of Qwen2-VL; `detached` images get no gradient, though their encoder is
+    trained; with `normalises`, it has a batch normalisation."""
     torch.manual_seed(3)
     patch_size = 24 if hugging_face else 3
-    encoder = qwen2_encoder() if hugging_face else Encoder(num_layers[0], patch_size, is_per_item)
+    encoder = qwen2_encoder() if hugging_face else Encoder(num_layers[0], patch_size, is_per_item, normalises)
     modules = {
         "vision": encoder.double(),
         "projector": nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.GELU(), nn.Linear(WIDTH, WIDTH)).double(),
@@ -185,7 +195,8 @@ def vlm(
     @spindle.task(batch_size=rows, items=items, tokens=counted if counts else None)
     def describe(batch):
         x = embed(batch["ids"])
-        if batch.get("patches") is not None:
+        x = projector(x) if projects_tokens else x
+        if batch.get("patches") is not None and (not empty or len(batch["patches"])):
             if hugging_face:
                 seen = projector(vision(batch["patches"], grid_thw=batch["grid"]).pooler_output)
             else:
@@ -205,6 +216,9 @@ def vlm(
         batch = vlm_batch(number, rows, IMAGES[images](number), patch_size=patch_size)
         if hugging_face and "lengths" in batch:
             batch["grid"] = torch.tensor([(1, 2, length // 2) for length in batch["lengths"].tolist()])
+        if empty and "patches" not in batch:
+            batch["patches"] = torch.zeros(0, patch_size, dtype=torch.float64)
+            batch["lengths"] = torch.zeros(0, dtype=torch.int64)
         if counts and number % 2:
             batch["labels"][:, number % 5 :] = 0  # nothing is left in every tenth
         return {"describe": with_sound(batch, number) if audio else batch}
@@ -311,7 +325,7 @@ class PlansInProcess:
     def __init__(self) -> None:
         self._jobs: dict[int, Job] = {}
 
-    def ask(self, job: Job) -> None:
+    def request_plan(self, job: Job) -> None:
         self._jobs[job.number] = job
 
     def best(self, number: int) -> tuple[Any, bool]:
@@ -382,3 +396,66 @@ def random_parts(seed: int, sequence_degree: int = 1) -> Iterator[list[int]]:
         mock.patch.object(microbatches, "BackgroundPlanner", PlansInProcess),
     ):
         yield planned
+
+
+@contextmanager
+def cut_backwards() -> Iterator[list[int]]:
+    """Inside, half of every backward is known to be for weights, so plans of `colocate` may cut backwards. Yields how
+    many each plan cut."""
+    step_graph, plan_of_orders = microbatches.step_graph, planner.plan_of_orders
+    num_cut: list[int] = []
+
+    def with_weight_times(*arguments: Any) -> Any:
+        step = step_graph(*arguments)
+        curves = tuple(
+            tuple(replace(curve, weight_s=tuple(0.5 * part for part in curve.backward_s)) for curve in by_degree)
+            for by_degree in step.profile.curves
+        )
+        return replace(step, profile=replace(step.profile, curves=curves))
+
+    def counted(*arguments: Any) -> Any:
+        num_cut.append(sum(len(order.split) for order in arguments[-1]))
+        return plan_of_orders(*arguments)
+
+    with (
+        mock.patch.object(microbatches, "step_graph", with_weight_times),
+        mock.patch.object(planner, "plan_of_orders", counted),
+    ):
+        yield num_cut
+
+
+@contextmanager
+def random_memory(seed: int) -> Iterator[list[tuple[int, int]]]:
+    """Inside, stages and parts of planner `colocate` recompute and offload random layers, whatever memory allows.
+    Yields how many layers of parts each plan recomputes and offloads."""
+    plan_of_orders, guessed_profile = planner.plan_of_orders, internals.guessed_profile
+    counts: list[tuple[int, int]] = []
+
+    def with_random_memory(profile: Any, *arguments: Any) -> Any:
+        choose = random.Random(seed)
+        op_of = {op.name: op for op in profile.graph.metaops}
+        plan, slots, recomputed, offloaded = plan_of_orders(profile, *arguments), [], 0, 0
+        for slot in plan.slots:
+            if op_of[slot.op].module is not None:
+                kept = choose.randrange(slot.num_layers + 1)
+                again = choose.randrange(kept + 1)
+                slot = replace(slot, recomputed=again, offloaded=kept - again)
+            slots.append(slot)
+            if op_of[slot.op].items:
+                recomputed, offloaded = recomputed + slot.recomputed, offloaded + slot.offloaded
+        counts.append((recomputed, offloaded))
+        return replace(plan, slots=tuple(slots))
+
+    def with_host(graph: Any, num_devices: int) -> Any:
+        profile = guessed_profile(graph, num_devices)
+        islands = tuple(
+            replace(island, kind=replace(island.kind, host_bytes_per_s=1e9, host_memory_bytes=1 << 30))
+            for island in profile.cluster.islands
+        )
+        return replace(profile, cluster=replace(profile.cluster, islands=islands))
+
+    with (
+        mock.patch.object(planner, "plan_of_orders", with_random_memory),
+        mock.patch.object(internals, "guessed_profile", with_host),
+    ):
+        yield counts

@@ -30,6 +30,10 @@ class Cells:
                 self.finish(cell, {"error": f"the job ended in this cell {times} times"})
         return set(self._data["cells"])
 
+    def measured(self) -> dict[str, Any]:
+        """The results of cells that did not end with an error."""
+        return {name: result for name, result in self._data["cells"].items() if "error" not in result}
+
     def begin(self, cell: str) -> None:
         self._data["begun"][cell] = self._data["begun"].get(cell, 0) + 1
         self._write()

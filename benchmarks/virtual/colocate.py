@@ -1,28 +1,31 @@
 """Encoder and language model on the same devices, over shares of image tokens: predicted beside measured.
 
-    spindle launch --virtual-devices 4 benchmarks/virtual/colocate.py --output colocate.json
+    spindle launch --virtual-devices 4 benchmarks/virtual/colocate.py --output colocate.json [--budget-s 300]
     spindle launch -n 2 benchmarks/virtual/colocate.py --small --output colocate.json
-    spindle launch --virtual-devices 4 benchmarks/virtual/colocate.py --planners colocate --mixes 9:1 \
-        --sequence-groups on,off --output colocate.json
+    spindle launch --virtual-devices 8 benchmarks/virtual/colocate.py --cells 9:1/upfront/on/1 --output colocate.json
 
 A ViT of 0.3 B and a language model of 0.7 B; images of 256 to 4,096 patches, sixteen to a token; sequences of 2,048
 tokens, of which images are 1, 5 or 9 parts in 10. Planner `colocate` against `pipeline` and `stage-0`, on the same
-batches from the same weights: losses of all of them are compared; and `colocate` with long images shared by several
-devices against without. Layers run without CUDA graphs, and are measured so.
-Results are written as they come; what is there is not run again.
+batches from the same weights: losses of all of them are compared. Layers run without CUDA graphs, and are measured so.
+
+A cell is MIX/PLANNER/SHARES/MICROBATCHES: SHARES is `on` where several devices may share a long image, and a step has
+so many microbatches; with few of them, long images do not level out. The two last may be left out. Results are
+written as they come; what is there is not run again. An error on all ranks alike (no plan, no memory) is a result.
 """
 
 from __future__ import annotations
 
 import argparse
-import gc
-import json
 import math
 import statistics
-from dataclasses import dataclass, replace
-from itertools import product
+import sys
+import time
+from copy import deepcopy
+from dataclasses import dataclass
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.nn.functional as F
@@ -30,6 +33,12 @@ from torch import nn
 from torch.nn.attention.varlen import varlen_attn
 
 import spindle
+from spindle.run import join_world
+from spindle.train import timing
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+from virtual.cells import Cells
+from virtual.run import about, attempt, free
 
 PATCHES_PER_TOKEN = 16
 IMAGE = 0  # the token that stands for a row of an image
@@ -178,15 +187,46 @@ class Data:
             lengths.append(length)
 
 
-def train(
-    planner: str, mix: str, sizes: Sizes, steps: int, dtype: torch.dtype, on_gpu: bool, shares_items: bool
-) -> dict[str, Any] | None:
-    """The results of one planner at one mix, on rank 0."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Cell:
+    """What is measured: a planner on one mix of images and words."""
+
+    mix: str
+    planner: str
+    shares_items: bool
+    microbatches: int
+
+    @property
+    def name(self) -> str:
+        return f"{self.mix}/{self.planner}/{'on' if self.shares_items else 'off'}/{self.microbatches}"
+
+
+def cell_of(text: str, microbatches: int) -> Cell:
+    mix, planner, *rest = text.split("/")
+    shares_items = rest[0] == "on" if rest else planner in ("colocate", "upfront")
+    return Cell(
+        mix=mix, planner=planner, shares_items=shares_items, microbatches=int(rest[1]) if rest[1:] else microbatches
+    )
+
+
+@cache
+def made(sizes: Sizes, dtype: torch.dtype) -> dict[str, nn.Module]:
+    """The modules with their first weights, which take a processor core several seconds."""
     torch.manual_seed(0)
     width = sizes.language[0]
-    vision = spindle.module("vision", Vision(*sizes.vision, width, sizes).to(dtype))
-    embed = spindle.module("embed", nn.Embedding(sizes.vocabulary, width).to(dtype))
-    language = spindle.module("language", Language(*sizes.language, sizes.vocabulary).to(dtype))
+    modules = {
+        "vision": Vision(*sizes.vision, width, sizes),
+        "embed": nn.Embedding(sizes.vocabulary, width),
+        "language": Language(*sizes.language, sizes.vocabulary),
+    }
+    return {name: module.to(dtype) for name, module in modules.items()}
+
+
+def train(cell: Cell, sizes: Sizes, steps: int, dtype: torch.dtype, on_gpu: bool) -> dict[str, Any]:
+    """The results of a cell, which rank 0 has."""
+    begin_s = time.monotonic()
+    modules = deepcopy(made(sizes, dtype))
+    vision, embed, language = (spindle.module(name, module) for name, module in modules.items())
 
     @spindle.task(batch_size=1, items={"patches": "lengths"})
     def describe(batch: Any) -> Any:
@@ -198,27 +238,28 @@ def train(
     trainer = spindle.Trainer(
         [describe],
         optimizer=lambda named: torch.optim.AdamW([parameter for _, parameter in named], lr=1e-4, fused=on_gpu),
-        gradient_accumulation_steps=sizes.microbatches,
-        planning=spindle.Planning(planner=planner, sequence_parallel_degrees={} if shares_items else {"vision": 1}),
+        gradient_accumulation_steps=cell.microbatches,
+        planning=spindle.Planning(
+            planner=cell.planner, sequence_parallel_degrees={} if cell.shares_items else {"vision": 1}
+        ),
         cuda_graphs=False,
     )
-    data = Data(sizes, mix, dtype)
-    batches = [data.microbatch(number) for number in range((steps + 1) * sizes.microbatches)]
-    result = trainer.fit({"describe": batches}, steps=steps, progress=False)
+    data = Data(sizes, cell.mix, dtype)
+    batches = [data.microbatch(number) for number in range((steps + 1) * cell.microbatches)]
+    with mock.patch.object(timing, "_STEPS_PER_TIMELINE", 3):
+        result = trainer.fit({"describe": batches}, steps=steps, progress=False)
     if trainer.rank:
-        return None
+        return {}
     result.print()
     patches = [sum(batch["lengths"].tolist()) for batch in batches if "lengths" in batch]
     parts = {slot.op.partition("[")[0] for slot in result.program.plan.slots if "/vision#0." in slot.op}
     shared = {slot.op.partition("[")[0] for slot in result.program.plan.slots if slot.sequence_degree > 1}
     errors = [abs(predicted / measured - 1) for predicted, measured in result.sampled_s]
     return {
-        "planner": planner,
-        "mix": mix,
-        "sequence_groups": shares_items,
-        "microbatches": sizes.microbatches,
-        "device": torch.cuda.get_device_name() if on_gpu else "CPU",
-        "torch": torch.__version__,
+        "mix": cell.mix,
+        "planner": cell.planner,
+        "sequence_groups": cell.shares_items,
+        "microbatches": cell.microbatches,
         "num_ranks": result.program.num_ranks,
         "settings": result.plan.settings,
         "step_s": result.typical_step_s,
@@ -233,67 +274,63 @@ def train(
         "mean_patches": statistics.mean(patches) if patches else 0,
         "share_with_images": len(patches) / len(batches),
         "notices": result.notices,
+        "cell_s": time.monotonic() - begin_s,
     }
+
+
+MIXES = ("9:1", "5:5", "1:9")
+CELLS = (  # the most telling first
+    *("9:1/colocate", "9:1/pipeline", "9:1/stage-0"),
+    *(f"{mix}/{planner}" for mix in MIXES[1:] for planner in ("colocate", "pipeline")),
+    *("9:1/upfront/on/1", "9:1/upfront/off/1", "9:1/colocate/off"),
+    *(f"{mix}/stage-0" for mix in MIXES[1:]),
+)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--small", action="store_true", help="so small that CPUs can")
-    parser.add_argument("--steps", type=int, default=12)
-    parser.add_argument("--planners", default="colocate,pipeline,stage-0")
-    parser.add_argument("--mixes", default="9:1,5:5,1:9")
-    parser.add_argument("--microbatches", type=int, help="of a step: with few, long images do not level out")
-    parser.add_argument("--sequence-groups", default="on", help="for colocate and upfront: on, off, or on,off")
+    parser.add_argument("--steps", type=int, default=6)
+    parser.add_argument("--cells", default=",".join(CELLS), help="MIX/PLANNER[/SHARES[/MICROBATCHES]],...")
+    parser.add_argument("--budget-s", type=float, default=math.inf, help="begin no cell after so many seconds")
     parser.add_argument("--output", type=Path, required=True)
     arguments = parser.parse_args()
+    begin_s, world = time.monotonic(), join_world()
     on_gpu = torch.cuda.is_available() and not arguments.small
     dtype = torch.bfloat16 if on_gpu else torch.float32
     sizes = SMALL if arguments.small else LARGE
-    if arguments.microbatches is not None:
-        sizes = replace(sizes, microbatches=arguments.microbatches)
-    results = json.loads(arguments.output.read_text()) if arguments.output.exists() else []
-    switches = [switch == "on" for switch in arguments.sequence_groups.split(",")]
-    for mix, planner in product(arguments.mixes.split(","), arguments.planners.split(",")):
-        for shares_items in switches if planner in ("colocate", "upfront") else [False]:
-            cell = (planner, mix, shares_items, sizes.microbatches)
-            if any(_cell(entry) == cell for entry in results):
-                continue
-            entry = train(planner, mix, sizes, arguments.steps, dtype, on_gpu, shares_items)
-            if entry is not None:
-                results.append(entry)
-                arguments.output.write_text(json.dumps(results, indent=1) + "\n")
-                print(_line(entry, results), flush=True)
-            else:
-                results.append(dict(zip(_CELL, cell, strict=True)))
-            gc.collect()
-            if on_gpu:
-                torch.cuda.empty_cache()
+    results = Cells(arguments.output) if world.rank == 0 else None
+    if results is not None:
+        results.describe(about(world, arguments.small))
+    for cell in (cell_of(text, sizes.microbatches) for text in arguments.cells.split(",")):
+        is_left = results is not None and cell.name not in results.done()
+        if not world.broadcast_object(is_left and time.monotonic() - begin_s < arguments.budget_s):
+            continue
+        if results is not None:
+            results.begin(cell.name)
+        entry, error = attempt(world, partial(train, cell, sizes, arguments.steps, dtype, on_gpu))
+        if results is not None:
+            results.finish(cell.name, {"error": error} if entry is None else entry)
+            line = error if entry is None else line_of(cell.name, results.measured())
+            print(f"{time.monotonic() - begin_s:5.0f} s  {cell.name}: {line}", flush=True)
+        free()
 
 
-_CELL = ("planner", "mix", "sequence_groups", "microbatches")
-
-
-def _cell(entry: dict[str, Any]) -> tuple[Any, ...]:
-    """What was measured; earlier results are without sequence groups, on as many microbatches as there are."""
-    return tuple({"sequence_groups": False, "microbatches": LARGE.microbatches, **entry}[name] for name in _CELL)
-
-
-def _name(entry: dict[str, Any]) -> str:
-    return entry["planner"] + (" with sequence groups" if entry.get("sequence_groups") else "")
-
-
-def _line(entry: dict[str, Any], results: list[dict[str, Any]]) -> str:
-    others = [other for other in results if other is not entry and _cell(other)[1::2] == _cell(entry)[1::2]]
-    text = f"{entry['mix']} {_name(entry)}: {1e3 * entry['step_s']:.1f} ms a step"
+def line_of(name: str, cells: dict[str, Any]) -> str:
+    """A cell beside the others of the same mix and as many microbatches."""
+    entry = cells[name]
+    text = f"{1e3 * entry['step_s']:.1f} ms a step"
     if entry["mean_error"] is not None:
         text += f", predicted within {entry['mean_error']:.1%}"
     if entry["num_parts"]:
         text += f", {entry['num_shared']} of {entry['num_parts']} parts shared"
     if entry["peak_bytes"]:
         text += f", peak {max(entry['peak_bytes']) / 2**30:.1f} of {max(entry['predicted_peak_bytes']) / 2**30:.1f} GiB"
-    for other in others:
-        apart = max(abs(a - b) for a, b in zip(entry["losses"], other["losses"], strict=True))
-        text += f"; {entry['step_s'] / other['step_s']:.3f} x {_name(other)}, losses {apart:.1e} apart"
+    for other_name, other in cells.items():
+        if other_name != name and all(other[key] == entry[key] for key in ("mix", "microbatches")):
+            # a cell may have more steps than another
+            apart = max(abs(a - b) for a, b in zip(entry["losses"], other["losses"], strict=False))
+            text += f"; {entry['step_s'] / other['step_s']:.3f} x {other_name}, losses {apart:.1e} apart"
     return text
 
 

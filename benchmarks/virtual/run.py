@@ -17,7 +17,6 @@ from __future__ import annotations
 import argparse
 import gc
 import statistics
-import subprocess
 import sys
 import time
 from collections.abc import Callable
@@ -316,12 +315,8 @@ def about(world: World, small: bool) -> dict[str, Any]:
     if world.device.type == "cuda":
         properties = torch.cuda.get_device_properties(world.device)
         facts |= {"device": properties.name, "multiprocessors_per_rank": properties.multi_processor_count}
-    try:
-        facts_now = circumstances()
-        facts |= {"commit": facts_now["commit"]} | ({} if "device" in facts else {"device": facts_now["hardware"]})
-    except (OSError, subprocess.CalledProcessError):  # the tree was copied without its history
-        facts["commit"] = "unknown"
-    return facts
+    facts_now = circumstances()
+    return facts | {"commit": facts_now["commit"]} | ({} if "device" in facts else {"device": facts_now["hardware"]})
 
 
 def parse(arguments: list[str]) -> argparse.Namespace:

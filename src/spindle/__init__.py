@@ -8,6 +8,7 @@ What a training script uses:
 - `packed(values, lengths)` is an entry of a batch in which samples have different numbers of rows (patches of images).
 - `Trainer(tasks, optimizer=...)` plans and trains them; `Planning(...)` controls how, `Checkpoints(...)` where and when
   state is saved. `Trainer.fit` returns a `FitResult`, `Trainer.train_state` a `TrainState`.
+- `Trainer([Trial(task, optimizer), ...])` trains a sweep: trials over the same batches, which share frozen modules.
 - `data.balanced(sources, max_tokens=...)` draws, packs and balances samples of several datasets.
 - `hf.options(training_arguments)` converts the `TrainingArguments` of a script for `transformers.Trainer`.
 - A `Callback` is called after planning, after each step (`StepRecord`) and evaluation (`EvaluationRecord`), and at the
@@ -38,6 +39,7 @@ if TYPE_CHECKING:
         TensorBoard,
         Trainer,
         TrainState,
+        Trial,
         WeightsAndBiases,
         mean,
         module,
@@ -58,6 +60,7 @@ __all__ = [
     "TensorBoard",
     "TrainState",
     "Trainer",
+    "Trial",
     "WeightsAndBiases",
     "__version__",
     "mean",

@@ -18,6 +18,8 @@ import tempfile
 import types
 import typing
 from collections.abc import Mapping
+from json.encoder import encode_basestring_ascii
+from operator import itemgetter
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -39,6 +41,39 @@ def to_json(value: Any) -> Any:
     if isinstance(value, (tuple, list)):
         return [to_json(item) for item in value]
     return value
+
+
+def json_text(value: Any, known: dict[int, str] | None = None) -> str:
+    """`json.dumps(to_json(value), sort_keys=True)`, where objects that a value has many times are written once. `known`
+    has the texts of its objects so far, by identity."""
+    known = {} if known is None else known
+    kind = type(value)
+    if kind is str:
+        return encode_basestring_ascii(value)
+    if kind is int:
+        return repr(value)
+    text = known.get(id(value))
+    if text is None:
+        if dataclasses.is_dataclass(kind):
+            entries = [
+                f'"{name}": {json_text(item, known)}'
+                for name, default in _written_fields(kind)
+                if (item := getattr(value, name)) != default
+            ]
+            text = f"{{{', '.join(entries)}}}"
+        elif kind is tuple or kind is list:
+            text = f"[{', '.join([json_text(item, known) for item in value])}]"
+        else:
+            text = json.dumps(to_json(value), sort_keys=True)
+        known[id(value)] = text
+    return text
+
+
+@functools.cache
+def _written_fields(kind: type) -> list[tuple[str, Any]]:
+    """The fields of a dataclass that JSON has, sorted by name, and their default values."""
+    fields = [(field.name, field.default) for field in dataclasses.fields(kind) if field.init]
+    return sorted(fields, key=itemgetter(0))
 
 
 def from_json(kind: type[T], data: Any, where: str) -> T:
@@ -123,7 +158,7 @@ _NAMES = {str: "a string", bool: "true or false", dict: "an object", list: "a li
 
 
 def shown(data: Any) -> str:
-    """A value for an error message: its JSON, cut off where it is long."""
+    """A value for an error message: its JSON, truncated if it is long."""
     text = json.dumps(data, default=str)
     return text if len(text) <= 60 else text[:57] + "..."
 

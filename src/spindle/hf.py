@@ -58,8 +58,8 @@ _USED = frozenset(
         "train_sampling_strategy",
     ]
 )
-# They change nothing in a step: how progress is shown, where files would go, what only evaluation or the hub reads.
-_INDIFFERENT = frozenset(
+# Arguments that change nothing in a step: how progress is shown, where files go, what only evaluation or the hub reads.
+_IGNORED = frozenset(
     [
         "output_dir",
         "logging_strategy",
@@ -98,21 +98,23 @@ _INDIFFERENT = frozenset(
         "length_column_name",
     ]
 )
-_PLANNED = "Spindle plans by itself how a model is divided (see spindle.Planning)"
-_SAVE = "save after fit (model.save_pretrained), or from a callback of spindle.Trainer"
+_PLANNED = "Spindle plans how a model is divided (see spindle.Planning)"
+_SAVE = (
+    "spindle.Trainer(checkpoints=spindle.Checkpoints(...)) saves; model.save_pretrained(...) after fit writes the model"
+)
 _EVALUATE = "call trainer.evaluate(...) after fit, or in on_step"
-_RECOMPUTE = "spindle.module(..., activation_checkpointing=True) does that"
+_RECOMPUTE = "use spindle.module(..., activation_checkpointing=True)"
 _ADVICE = {
     "activation_checkpointing": _RECOMPUTE,
     "gradient_checkpointing": _RECOMPUTE,  # its older name, which newer versions of transformers set, too
-    "torch_compile": "spindle.module(..., compile=True) does that",
+    "torch_compile": "use spindle.module(..., compile=True)",
     "eval_strategy": _EVALUATE,
     "eval_steps": _EVALUATE,
     "eval_on_start": _EVALUATE,
     "save_strategy": _SAVE,
     "save_steps": _SAVE,
     "load_best_model_at_end": _SAVE,
-    "resume_from_checkpoint": "trainer.load_train_state(...) does that",
+    "resume_from_checkpoint": "spindle.Trainer(checkpoints=spindle.Checkpoints(...)) resumes",
     "push_to_hub": "call model.push_to_hub(...) after fit",
     "report_to": "give writers to spindle.Trainer: callbacks=[spindle.TensorBoard(...)]",
     "label_smoothing_factor": "compute the loss in the task, with torch's label_smoothing",
@@ -120,7 +122,7 @@ _ADVICE = {
     "fsdp": _PLANNED,
     "fsdp_config": _PLANNED,
     "parallelism_config": _PLANNED,
-    "auto_find_batch_size": "plans keep to the memory of a device: recompute activations, or use more devices",
+    "auto_find_batch_size": "plans stay within the memory of a device: recompute activations, or use more devices",
     "tf32": "set torch.backends.cuda.matmul.allow_tf32 = True",
     "full_determinism": "call torch.use_deterministic_algorithms(True)",
     "optim_args": "make the optimizer yourself: spindle.Trainer(..., optimizer=...)",
@@ -135,7 +137,7 @@ def options(training_arguments: TrainingArguments, steps: int | None = None) -> 
 
     The schedule ends after `max_steps`, or after `steps` where epochs are given (see `num_steps`).
     """
-    _refuse_the_meaningless(training_arguments)
+    _refuse_unsupported(training_arguments)
     total = training_arguments.max_steps if steps is None else steps
     if total <= 0:
         raise TrainingError(
@@ -203,7 +205,7 @@ def num_steps(training_arguments: TrainingArguments, loader: DataLoader[Any]) ->
     return math.ceil(training_arguments.num_train_epochs * per_epoch)
 
 
-def _refuse_the_meaningless(arguments: TrainingArguments) -> None:
+def _refuse_unsupported(arguments: TrainingArguments) -> None:
     """Refuse every argument that was set, but would be ignored, in one message."""
     from transformers import TrainingArguments
 
@@ -212,7 +214,7 @@ def _refuse_the_meaningless(arguments: TrainingArguments) -> None:
     refused = []
     for field in dataclasses.fields(TrainingArguments):
         name = field.name
-        if name in _USED or name in _INDIFFERENT or given.get(name) == default.get(name):
+        if name in _USED or name in _IGNORED or given.get(name) == default.get(name):
             continue
         if given.get(name) in ("no", "none", [], ["none"], None):
             continue  # switched off
@@ -230,7 +232,7 @@ def _refuse_the_meaningless(arguments: TrainingArguments) -> None:
             "trainer.step_lr_scheduler)"
         )
     if refused:
-        raise TrainingError(f"TrainingArguments that have no meaning here: {'; '.join(refused)}")
+        raise TrainingError(f"these TrainingArguments are not supported: {'; '.join(refused)}")
 
 
 _OPTIMIZERS = ("adamw_torch", "adamw_torch_fused", "sgd")

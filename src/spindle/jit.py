@@ -24,8 +24,16 @@ FOLDER_VARIABLE = "NUMBA_CACHE_DIR"
 
 
 def njit(*, cache: bool = False, **options: Any) -> Callable[[Callable[..., Any]], Any]:
-    """`numba.njit` with these options; with `cache`, compiled code is kept on disk where that is possible."""
+    """`numba.njit` with these options; with `cache`, compiled code is kept on disk if possible."""
     return lambda function: _Loop(function, cache, options)
+
+
+def warm_up() -> None:
+    """Import numba, and load what the first call of any loop loads: more than a second of CPU time."""
+    from numba.core.registry import cpu_target
+
+    cpu_target.typing_context.refresh()
+    cpu_target.target_context.refresh()
 
 
 class _Loop:

@@ -12,12 +12,27 @@ from hypothesis import strategies as st
 
 import fleets
 from spindle.artifact import from_json, to_json
-from spindle.fleet import Completed, NodeJoined, NodeLost, State, Team, schedule
+from spindle.fleet import (
+    Completed,
+    Job,
+    NodeJoined,
+    NodeLost,
+    Occupied,
+    SchedulerOptions,
+    State,
+    StepTime,
+    Team,
+    Trace,
+    TraceJob,
+    schedule,
+    simulate_fleet,
+)
 from spindle.fleet.dual_prices import bound_at, descend
 from spindle.fleet.event_log import action_line
 from spindle.fleet.events import Ticked
 from spindle.fleet.exchange import allocate
 from spindle.fleet.fleet import DeviceCount
+from spindle.fleet.state import evolve
 
 QUICK = settings(max_examples=1000 if os.environ.get("SPINDLE_ALL_CASES") else 25, deadline=None)
 
@@ -110,7 +125,7 @@ def histories(draw):
     machines = fleets.fleet(sizes, TEAMS)
     steps = []
     for number in range(draw(st.integers(1, 10))):
-        what = draw(st.sampled_from(["submit", "submit", "submit", "complete", "lose", "join"]))
+        what = draw(st.sampled_from(["submit", "submit", "submit", "complete", "lose", "join", "occupy"]))
         wait_s = draw(st.sampled_from([1.0, 40.0, 400.0, 20_000.0]))
         if what == "submit":
             cells = draw(
@@ -171,6 +186,10 @@ def _event(state, what, detail, now_s):
                 return None
             job = running[detail % len(running)]
             return Completed(time_s=now_s, job=job.name, attempt=job.attempt)
+        case "occupy":
+            starting = tuple(job.name for job in state.jobs if job.phase == "starting")
+            node = names[detail % len(names)]
+            return Occupied(time_s=now_s, node=node, num_devices=detail // 3, jobs=starting)
         case "lose":
             return NodeLost(time_s=now_s, node=names[detail % len(names)])
         case _:
@@ -187,11 +206,11 @@ def check_round(state):
 
 
 def _check_promises(state):
-    """A promised job that has devices has no slower a cell than promised, unless nodes were lost."""
-    if state.unavailable:
-        return
-    for job in state.jobs:
-        if job.promised is not None:
+    """A promised job has no slower a cell than promised, unless nodes that are lost, or devices that others hold, leave
+    no place for all promises."""
+    promised = [job for job in state.jobs if job.promised is not None]
+    if fleets.fit_on_nodes(state, [job.promised for job in promised]):
+        for job in promised:
             assert job.allocation is not None
             assert job.step_s(job.allocation.cell) <= job.step_s(job.promised) * (1 + 1e-9)
 
@@ -202,13 +221,54 @@ def test_no_device_is_allocated_twice_and_every_cell_is_accepted_and_placed(hist
     run_history(*history, check=check_round)
 
 
+@st.composite
+def tight_deadlines(draw):
+    """A job with a deadline that it meets with hardly any time to spare, and others that come and go beside it."""
+    step_s = draw(st.floats(0.3, 1.0))
+    shares = draw(st.tuples(st.floats(0.5, 0.95), st.floats(0.25, 0.5)))
+    times = {1: step_s, 2: step_s * shares[0], 4: step_s * shares[1]}
+    cost_s, interval_s = draw(st.sampled_from([30.0, 120.0, 300.0])), draw(st.sampled_from([30.0, 60.0]))
+    num_steps = 10_000
+    spare_s = 1.0 + num_steps * step_s * draw(st.sampled_from([0.0, 0.001, 0.01]))
+    deadline_s = interval_s + cost_s + num_steps * step_s + spare_s
+    jobs = [_trace_job("promised", 0.0, num_steps, times, deadline_s=deadline_s)]
+    arrival_s = 0.0
+    for number in range(draw(st.integers(1, 12))):
+        arrival_s += draw(st.sampled_from([1.0, 100.0, 300.0, 1000.0, 2000.0]))
+        scaling = draw(st.floats(0.6, 1.0))
+        steps = draw(st.sampled_from([50, 200, 1000, 5000]))
+        priority = draw(st.sampled_from(["normal", "high", "urgent"]))
+        times = {count: count**-scaling for count in (1, 2, 4)}
+        jobs.append(_trace_job(f"job{number}", arrival_s, steps, times, priority=priority))
+    options = SchedulerOptions(realloc_s=cost_s, max_interval_s=interval_s)
+    return Trace(name="tight", jobs=tuple(jobs)), fleets.fleet({"big": [4] * draw(st.integers(1, 2))}), options
+
+
+def _trace_job(name, arrival_s, num_steps, times, **fields):
+    return TraceJob(
+        job=Job(name=name, num_steps=num_steps, requested_kind="big", requested_devices=1, **fields),
+        arrival_s=arrival_s,
+        num_steps=num_steps,
+        times=tuple(StepTime(kind="big", num_devices=count, step_s=step_s) for count, step_s in times.items()),
+    )
+
+
+@given(tight_deadlines())
+@QUICK
+def test_a_promised_deadline_is_met_whatever_comes_and_goes_beside_it(case):
+    trace, machines, options = case
+    result = simulate_fleet(trace, machines, options)
+    (job,) = [job for job in result.state.ended if job.name == "promised"]
+    (record,) = [record for record in result.timeline.jobs if record.name == "promised"]
+    assert job.promised is not None
+    assert record.completion_s <= job.job.deadline_s
+
+
 @given(histories(), st.sampled_from(["sia", "crius", "gavel", "fcfs", "backfill"]))
 @QUICK
 def test_baselines_allocate_no_device_twice_either(history, policy):
     def check(state):
-        fleets.check_allocation(
-            State(fleet=fleets.fleet(_sizes(history[0])), jobs=state.jobs, unavailable=state.unavailable)
-        )
+        fleets.check_allocation(evolve(state, fleet=fleets.fleet(_sizes(history[0])), columns=None))
 
     run_history(*history, policy=policy, check=check)
 

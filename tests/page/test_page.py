@@ -13,10 +13,10 @@ import small
 from browser import chromium, opened_page, settle, text_of
 from spindle.program import lower
 from spindle.report import ShownTimeline, StepReport, page_html, step_page_data
-from spindle.report.causes import critical_path, last_needs
-from spindle.report.sums import time_sums
+from spindle.report.causes import last_needs
 from spindle.simulate import simulate
 from spindle.timeline import Timeline
+from step_sums import critical_path, time_sums
 
 
 def stretched(timeline: Timeline) -> Timeline:

@@ -28,7 +28,7 @@ import zoo  # noqa: E402
 from internals import unmeasured  # noqa: E402
 from spindle.errors import TrainingError  # noqa: E402
 from spindle.models import NotSerializableError, build_chain, chain_of, dump_chain, load_source  # noqa: E402
-from spindle.models.chain import RecordedForward  # noqa: E402
+from spindle.models.layer_source import RecordedForward  # noqa: E402
 from spindle.profile import Profile  # noqa: E402
 from spindle.run.pytrees import TensorMeta  # noqa: E402
 from spindle.run.shape_inference import ShapeInference  # noqa: E402
@@ -416,6 +416,27 @@ def test_a_difference_names_the_rank_the_item_and_both_values_on_all_ranks(pool,
 
 def test_ranks_may_have_different_parameters_groups_and_attributes_that_say_which_rank_it_is(pool):
     assert pool.run(2, differing, "apart") == ["", ""]
+
+
+def failing_to_make_an_optimizer(rank: int, num_ranks: int) -> str:
+    handle = spindle.module("tower", nn.Linear(WIDTH, WIDTH))
+
+    def optimizer(named):
+        if rank == 1:
+            raise ValueError(f"process {rank} has no file of learning rates")
+        return sgd(named)
+
+    with unmeasured():
+        task = spindle.task(batch_size=ROWS, name="pull")(lambda batch: handle(batch).square().mean())
+        trainer = spindle.Trainer([task], optimizer=optimizer)
+        with pytest.raises(TrainingError) as caught:
+            trainer.fit({"pull": [torch.ones(ROWS, WIDTH)]}, steps=1, progress=False)
+    return str(caught.value)
+
+
+def test_an_optimizer_that_cannot_be_made_on_one_rank_says_why_on_all(pool):
+    for message in pool.run(2, failing_to_make_an_optimizer):
+        assert "rank 1 has 'ValueError: process # has no file of learning rates'" in message
 
 
 CALLED = r"rank 1 differs from rank 0 in what was called during fit\(\): rank 0 has "

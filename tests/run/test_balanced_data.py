@@ -26,7 +26,7 @@ from spindle.plan import parse_plan  # noqa: E402
 from spindle.train.balanced_feed import BalancedFeed, _BalancedLoad  # noqa: E402
 from sweeps import RUNS_ALL  # noqa: E402
 from trainings import modules_of, parameters_of, sgd, train_plainly  # noqa: E402
-from vlm import Pages, pages, vlm, with_processes  # noqa: E402
+from vlm import Pages, pages, random_parts, vlm, with_processes  # noqa: E402
 
 MICRO_STEPS, ROWS = 3, 2
 ITEMS = {"patches": "lengths", "lengths": None}
@@ -86,6 +86,18 @@ def test_balanced_data_train_like_one_process(pool, num_ranks, planner, num_work
     answers = pool.run(num_ranks, train_balanced, steps=5, planner=planner, num_workers=num_workers)
     assert_close([answer[0] for answer in answers], 1e-9)
     assert all(answer[1] == answers[0][1] for answer in answers)
+
+
+def train_balanced_on_sequence_groups(rank, num_ranks, seed):
+    with random_parts(seed, sequence_degree=2) as planned:
+        return train_balanced(rank, num_ranks)[0], planned
+
+
+@pytest.mark.parametrize("num_ranks", [2, 3])
+def test_balanced_data_on_sequence_groups_train_like_one_process(pool, num_ranks):
+    answers = pool.run(num_ranks, train_balanced_on_sequence_groups, num_ranks)
+    assert_close([answer[0] for answer in answers], 1e-9)
+    assert 2 in answers[0][1]  # rank 0 plans
 
 
 def test_a_rank_decodes_only_the_images_that_it_encodes(pool):
@@ -160,10 +172,10 @@ def test_in_a_static_plan_a_rank_decodes_only_the_rows_and_entries_that_it_reads
 def ahead_of_time(rank, num_ranks, **options):
     """How many batches were asked for before they were taken, and how many were not, beside the numbers."""
     counts = {True: 0, False: 0}
-    take = BalancedFeed._take
+    take = BalancedFeed._result_of
 
     def counting(feed, number, wanted):
-        counts[wanted in feed._asked.get(number, {})] += 1
+        counts[wanted in feed._requests.get(number, {})] += 1
         return take(feed, number, wanted)
 
     start = _BalancedLoad.start
@@ -173,7 +185,7 @@ def ahead_of_time(rank, num_ranks, **options):
         if sys._getframe(1).f_code.co_name != "_with_values":
             start(load, wanted)
 
-    with mock.patch.object(BalancedFeed, "_take", counting), mock.patch.object(_BalancedLoad, "start", starting):
+    with mock.patch.object(BalancedFeed, "_result_of", counting), mock.patch.object(_BalancedLoad, "start", starting):
         answer = train_balanced(rank, num_ranks, steps=6, num_workers=2, **options)
     return answer[0], counts
 

@@ -15,6 +15,7 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
+import numpy  # noqa: E402
 from torch import nn  # noqa: E402
 from torch.utils._python_dispatch import TorchDispatchMode  # noqa: E402
 
@@ -227,10 +228,69 @@ def test_an_error_in_a_callback_ends_the_fit():
     assert recording.results == [None]
 
 
+CHANGES = {
+    "in place": lambda weight: weight.mul_(0.9),
+    "of its data": lambda weight: weight.data.mul_(0.9),
+    "by other data": lambda weight: setattr(weight, "data", weight.data * 0.9),
+}
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_weights_that_a_callback_changes_are_refused(change):
+    """It is called a step late: a teacher that follows a student would be one step behind that of a plain loop."""
+    linear = nn.Linear(4, 2)
+    tower = spindle.module("tower", linear)
+
+    @spindle.task(batch_size=4)
+    def pull(batch):
+        return tower(batch["x"]).square().mean()
+
+    class Teaching(spindle.Callback):
+        def on_step(self, record):
+            with torch.no_grad():
+                CHANGES[change](linear.weight)
+
+    def trained(*callbacks, **options):
+        trainer = spindle.Trainer(
+            [pull],
+            optimizer=lambda named: torch.optim.SGD([parameter for _, parameter in named], lr=0.1),
+            planning=spindle.Planning(profile=guessed_profile),
+            callbacks=callbacks,
+        )
+        trainer.fit({"pull": [{"x": torch.ones(4, 4)}]}, steps=3, progress=False, **options)
+
+    with pytest.raises(TrainingError, match=r"on_step has changed the weight 'tower.weight', .* one or two steps late"):
+        trained(Teaching())
+    with pytest.raises(TrainingError, match=r"on_step has changed the weight 'tower.weight'"):
+        trained(on_step=lambda step, losses: Teaching().on_step(None))
+
+
+def test_a_callback_may_have_functions_of_the_user_and_steps_may_be_an_integer_of_numpy():
+    seen = []
+
+    class Reporting(spindle.Callback):
+        def __init__(self, on_report):
+            self.on_report = on_report
+
+        def on_step(self, record):
+            self.on_report(record.step)
+
+    trainer = small(callbacks=[Reporting(seen.append)])
+    trainer.fit(LOADERS, steps=numpy.int64(2), progress=False)
+    assert seen == [0, 1]
+
+
+class Misspelt(spindle.Callback):
+    def on_step_end(self, record):
+        pass
+
+
 @pytest.mark.parametrize(
     ("callbacks", "message"),
     [
         ([Recording], r"expected objects of classes derived from spindle.Callback, got .*; give an instance of it"),
+        (Recording(), r"expected a list of callbacks, got one Recording"),
+        ([Misspelt()], r"Misspelt.on_step_end would never be called: a spindle.Callback has on_plan, on_step"),
         ([print], r"expected objects of classes derived from spindle.Callback, got <built-in function print>"),
     ],
 )

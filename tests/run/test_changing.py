@@ -11,8 +11,10 @@ from torch import nn  # noqa: E402
 
 import spindle  # noqa: E402
 from internals import unmeasured  # noqa: E402
+from spindle.checkpoint import folder_of_step, open_checkpoint  # noqa: E402
 from spindle.errors import TrainingError, WorkloadError  # noqa: E402
 from spindle.plan import parse_plan  # noqa: E402
+from spindle.program import Slice  # noqa: E402
 from sweeps import alternating, chosen  # noqa: E402
 from training_cases import CHANGES, FIRST_TASKS, changing, slow_adamw  # noqa: E402
 from trainings import assert_trained, sgd, train  # noqa: E402
@@ -201,3 +203,42 @@ def test_changes_that_cannot_be_made_are_refused():
             progress=False,
             on_step=lambda step, losses: trainer.add_task(tasks["b"]),
         )
+
+
+def run_that_saves_when_a_task_has_ended(rank: int, num_ranks: int, folder: str) -> dict[str, torch.Tensor]:
+    """The modules after it. The layers of the task that ends are on the last rank until an evaluation gathers them."""
+    torch.manual_seed(0)
+    handles = {name: spindle.module(name, nn.Linear(6, 6).double()) for name in ("first", "second")}
+    tasks = [
+        spindle.task(batch_size=4, name=name)(lambda batch, handle=handle: handle(batch).square().mean())
+        for name, handle in handles.items()
+    ]
+    batches = {name: [torch.ones(4, 6, dtype=torch.float64)] for name in handles}
+
+    def on_last_rank(profile):
+        lines = [f"{op.name}*{op.num_layers}@{num_ranks - 1}" for op in profile.graph.metaops]
+        return parse_plan("\n".join(lines), profile)
+
+    def on_step(step, losses):
+        if step == 0:
+            trainer.remove_task("first")
+        if step == 2:
+            trainer.evaluate({"second": batches["second"]})
+
+    with unmeasured():
+        trainer = spindle.Trainer(
+            tasks,
+            optimizer=sgd,
+            planning=spindle.Planning(planner=on_last_rank),
+            checkpoints=spindle.Checkpoints(folder, every=1),
+        )
+        trainer.fit(batches, steps=5, on_step=on_step, progress=False)
+    return {name: handle.module.weight.detach() for name, handle in handles.items()}
+
+
+def test_weights_of_a_task_that_ended_are_saved_again_once_they_were_gathered(pool, tmp_path):
+    trained = pool.run(2, run_that_saves_when_a_task_has_ended, str(tmp_path))[0]
+    saved = open_checkpoint(folder_of_step(tmp_path, 5))
+    for name, weight in trained.items():
+        part = f"parameter/{name}.weight"
+        assert (saved.read(part, Slice.whole((6, 6)).box).view("f8") == weight.numpy()).all()

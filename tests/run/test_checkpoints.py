@@ -9,7 +9,7 @@ import pickle
 import shutil
 import signal
 import threading
-from dataclasses import replace
+from dataclasses import fields, replace
 from pathlib import Path
 
 import pytest
@@ -19,7 +19,8 @@ torch = pytest.importorskip("torch")
 from torch import nn  # noqa: E402
 
 import spindle  # noqa: E402
-from internals import guessed_profile  # noqa: E402
+from internals import guessed_profile, unmeasured  # noqa: E402
+from random_plans import contended, random_lane_plan  # noqa: E402
 from resuming import LOADERS, Run, Waves, run, stacked  # noqa: E402
 from spindle.checkpoint import (  # noqa: E402
     claim,
@@ -34,12 +35,15 @@ from spindle.checkpoint import (  # noqa: E402
 from spindle.cli.main import run as run_cli  # noqa: E402
 from spindle.errors import CheckpointError, SupersededError, TrainingError  # noqa: E402
 from spindle.train import saving  # noqa: E402
+from spindle.train.checkpoint_content import planning_text  # noqa: E402
 
 torch.set_num_threads(1)
 BATCHES = [stacked([Waves()[number] for number in range(first, first + 4)]) for first in range(0, 20, 4)]
 
 
-def trainer_of(folder, tasks=("pull", "push"), *, every=2, keep=3, seed=0, size=8):
+def trainer_of(
+    folder, tasks=("pull", "push"), *, every=2, keep=3, seed=0, size=8, profile=guessed_profile, planning=None
+):
     """A Trainer of two modules with a tied weight; `extra` is a further task with a module of its own."""
     torch.manual_seed(0)
     modules = {name: nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, size)).double() for name in ("a", "b", "c")}
@@ -62,7 +66,7 @@ def trainer_of(folder, tasks=("pull", "push"), *, every=2, keep=3, seed=0, size=
     trainer = spindle.Trainer(
         [known[name] for name in tasks],
         optimizer=lambda named: torch.optim.Adam([parameter for _, parameter in named], lr=0.01),
-        planning=spindle.Planning(profile=guessed_profile),
+        planning=planning or spindle.Planning(profile=profile),
         checkpoints=spindle.Checkpoints(folder, every=every, keep=keep) if isinstance(folder, Path) else folder,
         seed=seed,
     )
@@ -97,11 +101,64 @@ def copy(saved, tmp_path):
 @pytest.mark.parametrize("loader", LOADERS)
 def test_each_kind_of_loader_goes_on_with_the_same_samples(tmp_path, loader):
     loaders = (loader, "generator" if loader == "list" else "list")
-    whole = run(0, 1, Run(steps=7, loaders=loaders))
-    run(0, 1, Run(steps=5, loaders=loaders, folder=str(tmp_path)))
-    resumed = run(0, 1, Run(steps=7, loaders=loaders, folder=str(tmp_path)))
-    assert resumed.losses == whole.losses[5:]
+    whole = run(0, 1, Run(steps=16, loaders=loaders))  # the loader reads six batches in 11 steps, two epochs of most
+    run(0, 1, Run(steps=11, loaders=loaders, folder=str(tmp_path)))
+    resumed = run(0, 1, Run(steps=16, loaders=loaders, folder=str(tmp_path)))
+    assert resumed.losses == whole.losses[11:]
     assert same(resumed.state, whole.state)
+
+
+def slower_profile(graph, num_devices):
+    profile = guessed_profile(graph, num_devices)
+    curves = (tuple(curve.scaled(2.0) for curve in choices) for choices in profile.curves)
+    return replace(profile, curves=tuple(curves))
+
+
+def test_a_resumed_run_plans_from_the_profile_that_the_script_gives_now(tmp_path):
+    trainer, _ = trainer_of(tmp_path)
+    fit(trainer, 2)
+    measured = trainer.profile
+    for profile in (slower_profile, replace(measured, curves=slower_profile(measured.graph, 1).curves)):
+        resumed, _ = trainer_of(tmp_path, profile=profile)
+        fit(resumed, 4)
+        assert resumed.profile.curves == slower_profile(measured.graph, 1).curves
+        shutil.rmtree(folder_of_step(tmp_path, 4))
+    with unmeasured():
+        resumed, _ = trainer_of(tmp_path, profile=None)
+        fit(resumed, 4)
+    assert resumed.profile.curves == measured.curves
+
+
+def test_a_saved_plan_is_only_reused_with_the_same_planning_options(tmp_path):
+    trainer, _ = trainer_of(tmp_path)
+    fit(trainer, 2)
+    other = replace(trainer.plan, slots=trainer.plan.slots[::-1])
+    file = tmp_path / "plan.json"
+    texts = set()
+    options = [
+        {},
+        {"planner": "sequential"},
+        {"plan": trainer.plan},
+        {"plan": other},
+        {"plan": file},
+        {"profile": guessed_profile},
+        {"profile": slower_profile},
+        {"profile": trainer.profile},
+        {"tensor_parallel_degrees": {"a": 2}},
+        {"sequence_parallel_degrees": {"a": 1}},
+        {"pipeline_parallel_degree": 1, "planner": "pipeline"},
+        {"shard_optimizer": True},
+        {"memory_limit_bytes": 1},
+        {"lanes": 1},
+        {"quotas": True},
+    ]
+    assert {field.name for field in fields(spindle.Planning)} == set().union(*options)
+    for each in options:
+        texts.add(planning_text(spindle.Planning(**each)))
+    for contents in ("one", "two"):
+        file.write_text(contents)
+        texts.add(planning_text(spindle.Planning(plan=file)))
+    assert len(texts) == len(options) + 2
 
 
 def test_a_loader_that_collates_reads_no_sample_again(tmp_path):
@@ -180,6 +237,65 @@ def test_on_step_may_save_and_what_it_changed_is_resumed(tmp_path):
     assert called == list(range(6, 9))
     assert result.losses[0].keys() == {"pull", "push"}
     assert same(state, expected)
+
+
+def test_a_task_that_had_ended_joins_again_after_resuming(tmp_path):
+    def script(steps, change):
+        trainer, modules = trainer_of(tmp_path)
+        again = spindle.module("b", modules["b"])
+
+        @spindle.task(batch_size=4)
+        def push(batch):
+            return (again(batch["x"]) - 1).square().mean()
+
+        return fit(trainer, steps, on_step=lambda step, losses: change(trainer, push, step))
+
+    script(4, lambda trainer, push, step: trainer.remove_task("push") if step == 1 else None)
+    resumed = script(8, lambda trainer, push, step: trainer.add_task(push, BATCHES) if step == 4 else None)
+    assert resumed.losses[0].keys() == {"pull"}
+    assert resumed.losses[-1].keys() == {"pull", "push"}
+
+
+def test_a_module_that_the_first_batch_does_not_reach_is_resumed(tmp_path):
+    def script(steps):
+        torch.manual_seed(0)
+        both, image = (spindle.module(name, nn.Linear(3, 3)) for name in ("both", "image"))
+
+        @spindle.task(batch_size=4)
+        def describe(batch):
+            seen = image(batch["pixels"]) if "pixels" in batch else 0
+            return (both(batch["x"]) + seen).square().mean()
+
+        trainer = spindle.Trainer(
+            [describe],
+            optimizer=lambda named: torch.optim.Adam([parameter for _, parameter in named], lr=0.1),
+            planning=spindle.Planning(profile=guessed_profile),
+            checkpoints=spindle.Checkpoints(tmp_path, every=None),
+        )
+        x = torch.ones(4, 3)
+        batches = {"describe": [{"x": x}, {"x": x, "pixels": x}, {"x": x}]}
+        trainer.fit(batches, steps=steps, progress=False)
+        return trainer.state_dict(), {f"image.{path}": value for path, value in image.module.state_dict().items()}
+
+    trained, _ = script(3)
+    for steps in (3, 4):  # a fit that is over, and one whose only step has no pixels
+        state, image = script(steps)
+        assert state.keys() == trained.keys()
+        assert same(image, {name: trained[name] for name in image})
+
+
+def test_a_fit_that_is_over_had_a_plan_with_lanes(tmp_path):
+    def script():
+        def on_lanes(profile):
+            return random_lane_plan(contended(profile), "plan 0 lanes")
+
+        trainer, _ = trainer_of(tmp_path, planning=spindle.Planning(planner=on_lanes, profile=guessed_profile))
+        return fit(trainer, 2)
+
+    assert script().plan.num_lanes > 1
+    over = script()
+    assert over.losses == ()
+    assert over.predicted.makespan_s > 0
 
 
 class Pair(nn.Module):
@@ -316,7 +432,7 @@ def test_the_last_good_checkpoint_is_taken(copy, file):
     path.write_bytes(path.read_bytes()[:-1] + b"\0")
     trainer, _ = trainer_of(copy)
     fit(trainer, 4)
-    assert any("step-4" in notice and "an older checkpoint is tried" in notice for notice in trainer.notices)
+    assert any("step-4" in notice and "trying an older checkpoint" in notice for notice in trainer.notices)
     assert any("step-3: 3 steps of 4" in notice for notice in trainer.notices)
     read_all(folder_of_step(copy, 4))  # saved again
     for data in copy.glob("step-*/*.bin"):
@@ -387,11 +503,12 @@ def test_no_file_is_unpickled(copy, tmp_path):
     assert not mark.exists()
 
 
-def test_a_checkpoint_that_cannot_be_written_does_not_end_the_training(tmp_path):
+def test_a_checkpoint_that_cannot_be_written_does_not_end_the_training(tmp_path, capsys):
     (tmp_path / "step-2.part").write_text("a file where a folder should be")
     trainer, _ = trainer_of(tmp_path)
     assert len(fit(trainer, 3).losses) == 3
     assert any("the checkpoint of step 2 could not be written" in notice for notice in trainer.notices)
+    assert capsys.readouterr().err.startswith("warning: the checkpoint of step 2 could not be written")  # no progress
     assert sorted(path.name for path in tmp_path.glob("step-*")) == ["step-2.part", "step-3"]
 
 
@@ -603,7 +720,9 @@ def test_older_attempts_are_refused_and_starts_without_a_number_go_on_with_the_n
     monkeypatch.setenv("SPINDLE_ATTEMPT", "8")
     fit(trainer_of(copy)[0], 5)
     monkeypatch.setenv("SPINDLE_ATTEMPT", "7")
-    with pytest.raises(CheckpointError, match="attempt 8 of this job saves its checkpoints there, this is attempt 7"):
+    with pytest.raises(
+        CheckpointError, match="attempt 8 of this job saves its checkpoints there, so this one, attempt 7"
+    ):
         fit(trainer_of(copy)[0], 6)
     monkeypatch.delenv("SPINDLE_ATTEMPT")
     assert len(fit(trainer_of(copy)[0], 6).losses) == 1

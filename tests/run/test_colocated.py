@@ -5,6 +5,8 @@ from __future__ import annotations
 
 from dataclasses import replace
 from itertools import permutations
+from unittest import mock
+from weakref import WeakSet
 
 import pytest
 
@@ -14,11 +16,13 @@ import torch.distributed as dist  # noqa: E402
 
 import internals  # noqa: E402
 import spindle  # noqa: E402
-from spindle.run import compute, slice_rows  # noqa: E402
+from spindle.run import Executor, compute, slice_rows  # noqa: E402
 from spindle.run.compute import Compute  # noqa: E402
+from spindle.train import microbatches  # noqa: E402
+from spindle.train.microbatches import Microbatches  # noqa: E402
 from sweeps import RUNS_ALL  # noqa: E402
 from trainings import assert_trained, sgd, train  # noqa: E402
-from vlm import random_parts, vlm, vlm_training  # noqa: E402
+from vlm import IMAGES, PlansInProcess, cut_backwards, random_memory, random_parts, vlm, vlm_training  # noqa: E402
 
 
 def train_vlm(rank, num_ranks, plan="colocate", degree=None, shards=None, optimizer=sgd, **options):
@@ -52,11 +56,17 @@ def coupled(named):
         (3, {"plan": "stage-0", "images": "equal", "mean": False}),
         (3, {"plan": "dedicated"}),
         (2, {"plan": "upfront", "images": "one long"}),
+        (2, {"plan": "upfront", "images": "steps with", "empty": True}),  # the first step has no image
         (2, {"degree": 1, "micro_steps": 4}),  # two replicas of a pipeline of one rank
         (4, {"degree": 2, "images": "one long"}),
         (2, {"freezes": ("vision",)}),
         (2, {"freezes": ("vision", "projector")}),
         (3, {"audio": True}),  # a projector that two encoders share
+        (
+            2,
+            {"plan": "upfront", "projects_tokens": True},
+        ),  # a projector that waits for embeddings stays in the pipeline
+        (3, {"audio": True, "projects_tokens": True}),
         (2, {"plan": "pipeline", "counts": True}),
         (1, {"plan": "wavefront", "counts": True}),
     ],
@@ -112,6 +122,79 @@ def test_random_layouts_parts_and_devices_give_the_same_numbers(pool, num_ranks,
         assert_trained(pool.run(num_ranks, train_randomly, 10 * num_ranks + seed, degree, **options))
 
 
+def train_with_cut_backwards(rank, num_ranks, seed, degree, **options):
+    with cut_backwards() as num_cut, random_parts(seed):
+        return train_vlm(rank, num_ranks, "colocate", degree, **options), num_cut
+
+
+@pytest.mark.parametrize(("num_ranks", "options"), [(2, {}), (3, {"images": "one long", "recompute": True})])
+def test_cut_backwards_beside_parts_give_the_same_numbers(pool, num_ranks, options):
+    answers = pool.run(num_ranks, train_with_cut_backwards, num_ranks, num_ranks, **options)
+    assert_trained([answer for answer, _ in answers])
+    assert any(max(num_cut, default=0) > 0 for _, num_cut in answers)
+
+
+def train_with_random_memory(rank, num_ranks, seed, **options):
+    with random_memory(seed) as counts, random_parts(seed):
+        return train_vlm(rank, num_ranks, "colocate", num_ranks, **options), counts
+
+
+@pytest.mark.parametrize(("num_ranks", "options"), [(2, {}), (3, {"images": "one long"}), (3, {"audio": True})])
+def test_parts_that_recompute_and_offload_give_the_same_numbers(pool, num_ranks, options):
+    answers = pool.run(num_ranks, train_with_random_memory, 7 + num_ranks, **options)
+    assert_trained([trained for trained, _ in answers])
+    recomputed, offloaded = (sum(counts) for counts in zip(*answers[0][1], strict=True))  # rank 0 plans
+    assert recomputed > 0
+    assert offloaded > 0
+
+
+class Kept:
+    """A tensor that autograd keeps for a backward."""
+
+    def __init__(self, tensor):
+        self.tensor = tensor
+
+
+def train_and_count_kept(rank, num_ranks, seed):
+    """For each backward of a part: how many tensors autograd still keeps for it, and for other parts of the rank."""
+    forward, backward = Compute.forward, Compute.backward
+    kept, counts = {}, []  # by step and slot
+
+    def counted_forward(own, step, slot, *rest):
+        if not slot.items:
+            return forward(own, step, slot, *rest)
+        of_slot = kept.setdefault((step.number, slot.number), WeakSet())
+
+        def pack(tensor):
+            of_slot.add(entry := Kept(tensor))
+            return entry
+
+        with torch.autograd.graph.saved_tensors_hooks(pack, lambda entry: entry.tensor):
+            return forward(own, step, slot, *rest)
+
+    def counted_backward(own, step, slot, instruction, *rest):
+        backward(own, step, slot, instruction, *rest)
+        if slot.items and instruction.first == slot.chunks[0][0]:
+            own_slot = step.number, slot.number
+            counts.append((len(kept[own_slot]), sum(len(each) for key, each in kept.items() if key != own_slot)))
+
+    with (
+        random_parts(seed),
+        mock.patch.object(Compute, "forward", counted_forward),
+        mock.patch.object(Compute, "backward", counted_backward),
+    ):
+        train_vlm(rank, num_ranks, "colocate", num_ranks)
+    return counts
+
+
+def test_a_part_releases_its_activations_in_its_own_backward(pool):
+    """One backward over all parts would keep the activations of all until its end."""
+    counts = [count for answer in pool.run(2, train_and_count_kept, 21) for count in answer]
+    assert len(counts) > 6
+    assert {own for own, _ in counts} == {0}
+    assert max(others for _, others in counts) > 0
+
+
 def train_shared(rank, num_ranks, seed, degree, sequence_degree, **options):
     with random_parts(seed, sequence_degree) as planned:
         return train_vlm(rank, num_ranks, "colocate", degree, **options), planned
@@ -148,10 +231,35 @@ def test_a_module_whose_items_see_each_other_runs_whole(pool):
     assert any("items of vision#0 in task 'describe' run together" in notice for notice in answers[0].notices)
 
 
-def test_without_items_there_is_nothing_to_colocate(pool):
-    assert_trained(pool.run(2, train_vlm, images="none"))
+@pytest.mark.parametrize("plan", ["colocate", "upfront", "stage-0", "dedicated"])
+def test_steps_of_text_alone_are_ordinary(pool, plan):
+    assert_trained(pool.run(2, train_vlm, plan=plan, images="none"))
+
+
+def train_without_items(rank, num_ranks):
+    language = spindle.module("language", torch.nn.Linear(4, 4))
+
+    @spindle.task(batch_size=2)
+    def describe(batch):
+        return language(batch["text"]).square().mean()
+
+    planning = spindle.Planning(planner="stage-0", profile=internals.guessed_profile)
+    trainer = spindle.Trainer([describe], optimizer=sgd, planning=planning)
+    trainer.fit({"describe": [{"text": torch.ones(2, 4)}]}, steps=1, progress=False)
+
+
+@pytest.mark.parametrize("plan", ["colocate", "upfront"])
+def test_running_statistics_see_all_images(pool, plan):
+    """Not only those that one of the ranks with a copy of the encoder would have."""
+    answers = pool.run(2, train_vlm, plan=plan, normalises=True)
+    assert_trained(answers)
+    assert "buffer" in answers[0].comparison.compared
+    assert any("module 'vision' runs in the pipeline, its items undivided" in text for text in answers[0].notices)
+
+
+def test_without_items_there_is_nothing_to_place(pool):
     with pytest.raises(AssertionError, match=r'planner="stage-0"\): places the modules that read items alone'):
-        pool.run(2, train_vlm, plan="stage-0", images="none")
+        pool.run(2, train_without_items)
 
 
 class Appended(torch.nn.Module):
@@ -310,3 +418,41 @@ def test_the_reshard_is_what_summing_buffers_gives(pool, options):
     assert sum(count for _, count in answers) > 10
     for errors, _ in answers:
         assert errors == [0.0, 0.0]
+
+
+def train_recorded(rank, num_ranks, plan):
+    """Trains on batches that never come again; returns, in order, the steps whose plan was requested, whose program was
+    wanted, and that ran."""
+    events = []
+    request, program, step = Microbatches.request_plan, Microbatches.program, Executor.step
+
+    def requesting(self, key, *arguments):
+        events.append(("requested", key))
+        request(self, key, *arguments)
+
+    def wanting(self, key, profile):
+        events.append(("wanted", key))
+        return program(self, key, profile)
+
+    def running(self, number, *arguments, **options):
+        events.append(("ran", number))
+        return step(self, number, *arguments, **options)
+
+    with (
+        mock.patch.object(Microbatches, "request_plan", requesting),
+        mock.patch.object(Microbatches, "program", wanting),
+        mock.patch.object(Executor, "step", running),
+        mock.patch.object(microbatches, "BackgroundPlanner", PlansInProcess),
+        mock.patch.dict(IMAGES, {"others": lambda number: (1 + number, 2)}),
+    ):
+        train_vlm(rank, num_ranks, plan, images="others")
+    return events
+
+
+@pytest.mark.parametrize("plan", ["colocate", "pipeline"])
+def test_a_step_is_planned_before_the_one_before_it_runs(pool, plan):
+    events, _ = pool.run(2, train_recorded, plan)
+    wanted = [key for kind, key in events if kind == "wanted"]
+    assert len(set(wanted)) == len(wanted) > 2
+    for step, key in enumerate(wanted[1:]):
+        assert events.index(("requested", key)) < events.index(("ran", step))

@@ -62,10 +62,11 @@ COMPOSITES = {
     "routed Qwen3 MoE": ({"model": 5}, "whole"),
     "routed Mixtral": ({"model": 5}, "whole"),
     "counted Llama": ({"model": 5}, "sum"),
+    "LoRA Llama": ({"base_model.model.model": 5}, "mean"),
 }
 
 # Transformers resizes the table of positions of SigLIP 2 in float32 on CPUs: gradients agree to 1e-7 only.
-COMPARED = [name for name in COMPOSITES if name != "SigLIP 2"]
+COMPARED = [name for name in COMPOSITES if name not in ("SigLIP 2", "LoRA Llama")]
 
 
 def opened(workload):
@@ -75,7 +76,9 @@ def opened(workload):
     return recorded, batches["train"]
 
 
-@pytest.mark.parametrize("name", ["CLIP", "routed Mixtral", "counted Llama", *spread([*COMPOSITES][1:-2], 3)])
+@pytest.mark.parametrize(
+    "name", ["CLIP", "routed Mixtral", "counted Llama", "LoRA Llama", *spread([*COMPOSITES][1:-3], 3)]
+)
 def test_a_composite_becomes_its_towers_each_in_layers(name):
     towers, loss = COMPOSITES[name]
     workload = hugging.composite(name)
@@ -113,12 +116,47 @@ def test_processes_give_the_numbers_of_one(pool, num_ranks, name):
     assert_close([answer.comparison for answer in answers], kinds=("loss", "gradient"))
 
 
-@pytest.mark.parametrize("name", chosen(["LLaVA"], "Qwen2.5-VL"))
+@pytest.mark.parametrize("name", chosen(["LLaVA", "Llama"], "Qwen2.5-VL"))
 def test_adapters_are_trained_in_the_layers_of_their_towers(pool, name):
     pytest.importorskip("peft")
     answers = pool.run(2, compare_steps, f"hf composite LoRA {name}", "plan 3", 2, 1.0)
     assert answers[0].most_layers == 5
     assert_close([answer.comparison for answer in answers], kinds=("loss", "gradient"))
+
+
+class Assistant(nn.Module):
+    """A vision tower and a projector of the user's own in front of a language model, which is given the labels."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.vision, self.language = hugging.made("CLIP vision"), hugging.ALL_MODELS["Llama"].make()
+        self.projector = nn.Linear(self.vision.config.hidden_size, self.language.config.hidden_size)
+        self.double()
+
+    def forward(self, pixel_values, input_ids, labels):
+        seen = self.projector(self.vision(pixel_values).last_hidden_state[:, 1:])
+        embedded = torch.cat([seen, self.language.get_input_embeddings()(input_ids)], dim=1)
+        labels = torch.cat([labels.new_full(seen.shape[:2], -100), labels], dim=1)
+        return self.language(inputs_embeds=embedded, labels=labels)
+
+
+def test_a_tower_that_returns_the_loss_is_opened_so_that_the_loss_is_divided():
+    pytest.importorskip("transformers")
+    model = Assistant()
+    handle = spindle.module("model", model)
+    batch = hugging.labelled("LLaVA", hugging.batch_of("CLIP", hugging.ROWS, 9))
+    batch = {name: batch[name] for name in ("pixel_values", "input_ids", "labels")}
+    train = spindle.task(batch_size=hugging.ROWS, name="train")(lambda batch: handle(**batch).loss)
+    (recorded,) = cut_all(record_all([train], {"train": batch}), {"train": batch})
+    layers = {call.handle.name: len(call.chain.layers) for call in recorded.calls}
+    assert layers["model.vision"] == layers["model.language.model"] == 5
+    assert recorded.is_mean
+    outputs = {}
+    for call in recorded.calls:
+        args, kwargs = call.arguments(batch, *(outputs[source] for source in call.sources))
+        outputs[call.name] = call.chain(*args, **kwargs)
+    result = recorded.loss(batch, *(outputs[source] for source in recorded.loss_sources))
+    assert torch.allclose(result.total / result.count, model(**batch).loss, rtol=1e-12)
 
 
 @pytest.mark.parametrize("name", ["CLIP", "Qwen3-VL"])
@@ -251,6 +289,40 @@ def test_a_tower_that_runs_without_gradients_is_not_trained(reads_values):
         optimizer.step()
     for name, value in plain.state_dict().items():
         assert torch.allclose(model.state_dict()[name], value, rtol=1e-12), name
+
+
+class Tiled(Pair):
+    """Its first tower reads the tiles of all samples, of which each sample has as many as `counts` says."""
+
+    def forward(self, x, y, counts, labels):
+        lengths = counts.tolist()
+        tiles = self.first(torch.cat([tiles[:length] for tiles, length in zip(x, lengths, strict=True)]))
+        first = torch.stack([tiles.mean(0) for tiles in tiles.split(lengths)])
+        return {"loss": F.cross_entropy(first * self.second(y), labels)}
+
+
+@pytest.mark.parametrize("counts", [[3, 3, 1, 2], [2, 2, 2, 2]])
+def test_samples_may_have_different_numbers_of_rows(counts):
+    torch.manual_seed(0)
+    model = Tiled().double()
+    plain = deepcopy(model)
+    pair = module("pair", model)
+    match = task(batch_size=4, name="match")(lambda batch: pair(**batch)["loss"])
+    tensors = {"x": torch.randn(4, 3, 8, dtype=torch.float64), "y": torch.randn(4, 8, dtype=torch.float64)}
+    batch = {**tensors, "counts": torch.tensor(counts), "labels": torch.tensor([1, 0, 3, 2])}
+    trainer = Trainer([match], optimizer=lambda named: torch.optim.SGD([weight for _, weight in named], 0.5))
+    trainer.fit({"match": [batch]}, steps=2, progress=False)
+    # Rows of samples that have as many as each other can be divided. Otherwise what reads them gets all of them.
+    whole = {op.module: op.cost.whole_batch for op in trainer.profile.graph.metaops}
+    assert whole["pair.first"] == whole["loss.match"] == (len(set(counts)) > 1)
+    assert not whole["pair.second"]
+    optimizer = torch.optim.SGD(plain.parameters(), 0.5)
+    for _ in range(2):
+        optimizer.zero_grad()
+        plain(**batch)["loss"].backward()
+        optimizer.step()
+    for name, value in plain.state_dict().items():
+        assert torch.allclose(model.state_dict()[name], value, rtol=1e-9), name
 
 
 class Looping(Pair):

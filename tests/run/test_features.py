@@ -93,7 +93,8 @@ def test_layers_run_in_bfloat16(pool, num_ranks, limit):
     """On two ranks, sums of other parts are rounded otherwise."""
     trained(pool, num_ranks, "autocast", "plan 3", limit)
     trained(pool, num_ranks, "autocast, recomputed", "wavefront", limit)
-    assert trained(pool, num_ranks, "autocast, captured", "plan 3", limit).captured
+    answer = trained(pool, num_ranks, "autocast, captured", "plan 3", limit)
+    assert answer.captured, answer.notices
 
 
 def evaluate(rank: int, num_ranks: int) -> tuple[Comparison, list[bool]]:
@@ -286,6 +287,39 @@ def test_a_schedule_of_a_metric_is_stepped_with_it():
         rate = made[-1].param_groups[0]["lr"]
         trainer.fit(BATCHES, steps=4, progress=False, on_step=lambda step, losses: trainer.step_lr_scheduler(1.0))
     assert made[-1].param_groups[0]["lr"] == pytest.approx(rate * 0.1**3)  # not with the first metric
+
+
+def rates_of_plateau(rank, num_ranks):
+    """The learning rates after metrics that do not improve, of which the last is known under another plan."""
+    made = []
+
+    def optimizer(named):
+        made.append(sgd(named))
+        return made[-1]
+
+    trainer = small(
+        optimizer=optimizer, lr_scheduler=lambda of: torch.optim.lr_scheduler.ReduceLROnPlateau(of, patience=1)
+    )
+    with unmeasured():
+        graph = trainer.prepare(BATCHES, progress=False).graph
+        rates = []
+        for devices in ("0", "0,1", "1", "0"):
+            places = [devices[0] if "loss" in op.name else devices for op in graph.metaops]
+            lines = [f"{op.name}*{op.num_layers}@{place}" for op, place in zip(graph.metaops, places, strict=True)]
+            trainer.replan(plan="\n".join(lines))
+            trainer.fit(BATCHES, steps=1, progress=False)
+            trainer.step_lr_scheduler(1.0)
+            rates.append([group["lr"] for group in made[-1].param_groups] if str(rank) in devices else [])
+    return rates
+
+
+def test_a_schedule_of_a_metric_goes_on_under_another_plan(pool):
+    for rank, (first, second, third, fourth) in enumerate(pool.run(2, rates_of_plateau)):
+        rate = sgd([("w", torch.nn.Parameter(torch.ones(1)))]).param_groups[0]["lr"]
+        assert first == ([pytest.approx(rate)] if rank == 0 else [])
+        assert second == [pytest.approx(rate)]
+        assert third == ([pytest.approx(rate * 0.1)] if rank == 1 else [])
+        assert fourth == ([pytest.approx(rate * 0.1)] if rank == 0 else [])
 
 
 def test_schedules_without_a_metric_step_by_themselves():

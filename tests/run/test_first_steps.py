@@ -7,10 +7,11 @@ import os
 import re
 import subprocess
 import sys
+from importlib.metadata import PackageNotFoundError
 
 import pytest
 
-from spindle.cli.doctor import check_machine
+from spindle.cli.doctor import _check_extras, check_machine
 from spindle.cli.init import TEMPLATES
 from spindle.cli.main import run
 
@@ -48,6 +49,19 @@ def test_doctor_names_what_a_broken_torch_says(tmp_path):
     assert done.returncode == 1
     assert "libcudart.so.13" in torch["value"]
     assert "--force-reinstall" in torch["next_step"]
+
+
+def test_doctor_counts_a_small_mlflow_as_mlflow_and_names_what_fleets_need(monkeypatch):
+    def version(distribution):
+        if distribution != "mlflow-skinny":
+            raise PackageNotFoundError(distribution)
+        return "3.17.2"
+
+    monkeypatch.setattr("spindle.cli.doctor.version", version)
+    check = _check_extras()
+    assert check.value == "mlflow-skinny 3.17.2"
+    assert "MLflow" not in check.allows
+    assert "live fleets on Ray (spindle-train[fleet])" in check.allows
 
 
 def test_doctor_finds_a_temporary_folder_that_cannot_be_written(monkeypatch):

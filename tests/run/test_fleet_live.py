@@ -9,6 +9,7 @@ import re
 import resource
 import signal
 import sqlite3
+import subprocess
 import sys
 from pathlib import Path
 
@@ -26,7 +27,7 @@ from live_fleets import (
 )
 from spindle.cli.main import run
 from spindle.errors import InputError
-from spindle.fleet import Draining, Estimated, NodeLost, Resize, Start, Started, Submitted
+from spindle.fleet import Draining, Estimated, NodeLost, Resize, Start, Started, Stopped, Submitted
 from spindle.fleet.event_log import replay
 from spindle.fleet.machines import ray_island
 from spindle.fleet.store import Store
@@ -43,9 +44,9 @@ PAUSED = ("--pause", "0.1")
 
 @pytest.fixture(scope="module")
 def fleet(tmp_path_factory):
-    """Three nodes with four devices. Tests use it one after the other, each with jobs of its own."""
+    """Three nodes with five devices. Tests use it one after the other, each with jobs of its own."""
     folder = tmp_path_factory.mktemp("fleet")
-    machines = fleet_file(folder / "fleet.toml", a100=(1, 1), l40s=(2,))
+    machines = fleet_file(folder / "fleet.toml", a100=(1, 1), l40s=(3,))
     fleet = LiveTestFleet(folder, str(machines), "--interval", "1", "--reallocation", "1", "--view")
     try:
         fleet.up()
@@ -266,6 +267,49 @@ def test_two_small_jobs_run_at_once_on_shares_of_one_device(tmp_path, expected):
         shared.down()
 
 
+def test_a_job_trains_on_until_the_ranks_that_resize_it_are_ready(fleet, tmp_path):
+    """From one rank to more, and back to one, beside an urgent job. No step is lost or taken twice."""
+
+    def occupy(name: str) -> None:
+        options = ("--name", name, "--time", "l40s:2=1000", "--steps", "1", "--priority", "urgent")
+        code, text = fleet.call("submit", *options, "sleep", "1000")
+        assert code == 0, text
+
+    def wait_until_known(attempt: int) -> None:
+        """An attempt that the scheduler does not know to run yet is stopped at once, not resized while it trains."""
+
+        def is_known() -> bool:
+            events = [event for event, _ in fleet.log().entries if isinstance(event, Started)]
+            return any((event.job, event.attempt) == ("wide", attempt) for event in events)
+
+        fleet.wait(is_known, f"attempt {attempt} has started")
+
+    steps = 200  # more than there is time for until it is resized
+    occupy("before")
+    arguments = ("--pause", "1", "--scales", "--every", "1000")
+    folder = fleet.submit("wide", steps, *arguments, options=("--kinds", "l40s", "--count", "1-3"))
+    wait_until_known(fleet.wait_for_step(folder, 1)["attempt"])
+    assert fleet.call("stop", "before")[0] == 0
+    grown = fleet.wait_for_step(folder, 0, attempt=2)
+    wait_until_known(grown["attempt"])
+    assert not fleet.job("wide")["cell"].startswith("1 x")
+    occupy("after")
+    shrunk = fleet.wait_for_step(folder, 0, attempt=grown["attempt"] + 1)
+    assert fleet.job("wide")["cell"].startswith("1 x")
+    (folder / "fast").touch()
+    assert fleet.wait_for_end("wide") == "completed"
+    for name in ("before", "after"):
+        assert fleet.call("stop", name)[0] == 0
+    events = [event for event, _ in fleet.log().entries]
+    started = {event.attempt: event for event in events if isinstance(event, Started) and event.job == "wide"}
+    stopped = {event.attempt: event for event in events if isinstance(event, Stopped) and event.job == "wide"}
+    for line in (grown, shrunk):
+        assert started[line["attempt"]].paused_s is not None  # the attempt before trained on meanwhile
+        assert line["step"] == stopped[line["attempt"] - 1].step
+    assert [line["step"] for line in steps_of(folder) if "step" in line] == list(range(steps))
+    assert is_same(folder, undisturbed(tmp_path / "wide", steps))
+
+
 def test_any_command_runs_with_step_times_given_by_hand(fleet):
     path = fleet.folder / "ranks.txt"
     code, text = fleet.call(
@@ -280,7 +324,7 @@ def test_any_command_runs_with_step_times_given_by_hand(fleet):
 
 def test_a_fleet_joins_a_ray_that_others_started(fleet, tmp_path):
     """Its nodes say their kind; two fleets may share a cluster."""
-    joined = LiveTestFleet(tmp_path, "", "--address", fleet.local().address, "--interval", "1")
+    joined = LiveTestFleet(tmp_path, "", "--address", fleet.address(), "--interval", "1")
     try:
         joined.up()
         assert set(joined.status()["nodes"]) == {"node0", "node1", "node2"}
@@ -294,6 +338,14 @@ def test_a_fleet_joins_a_ray_that_others_started(fleet, tmp_path):
     finally:
         joined.down()
     assert fleet.is_up()  # of which nothing was ended
+
+
+def test_devices_that_other_users_of_a_ray_hold_are_noticed(fleet, tmp_path):
+    """ray #24259: pending beside devices that look free, without a reason."""
+    script = Path(__file__).parent.parent / "scripts" / "shared_ray.py"
+    command = [sys.executable, str(script), fleet.address(), "node2", str(tmp_path)]
+    process = subprocess.run(command, capture_output=True, text=True, timeout=300)
+    assert process.stdout.splitlines()[-2:] == ["restarted: 2", "of others: 0 running"], process.stdout + process.stderr
 
 
 def test_recorded_events_give_the_same_actions_and_every_device_had_one_job(fleet, capsys):
@@ -329,6 +381,9 @@ def test_what_is_wrong_is_said_in_one_sentence_and_nothing_is_submitted(fleet, t
         assert text.startswith("error: "), text
         return text
 
+    code, text = fleet.call("submit", "--name", "known", "--time", "l40s:1=1", "--", "true")
+    assert code == 0, text
+    assert fleet.wait_for_end("known") == "completed"
     num_jobs = len(fleet.status()["jobs"])
     script = str(SCRIPT)
     assert "unknown kind of device 'b100'" in refused("submit", "--kinds", "b100", script)
@@ -346,8 +401,8 @@ def test_what_is_wrong_is_said_in_one_sentence_and_nothing_is_submitted(fleet, t
     huge = refused(
         "submit", "--name", "huge", "--kinds", "l40s", "--count", "1", script, str(tmp_path), "1", "--size", "20000"
     )
-    assert "job 'huge' fits in no cell of fleet that it accepts; the least that would do is" in huge
-    assert "submitted before" in refused("submit", "--name", "adopted", script)
+    assert "job 'huge' fits in no cell of fleet that it accepts; it needs at least" in huge
+    assert "submitted before" in refused("submit", "--name", "known", script)
     assert "no job is called 'nobody'" in refused("stop", "nobody")
     assert "unknown node 'nowhere'" in refused("drain", "nowhere")
     assert "in use" in refused("up")

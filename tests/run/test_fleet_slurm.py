@@ -14,10 +14,11 @@ import pytest
 from live_fleets import SCRIPT, LiveTestFleet, largest_difference, processes_of, steps_of, undisturbed, weights_of
 from slurm import missing, slurm_cluster
 from spindle.cli.main import run
+from spindle.fleet import NodeShare, SchedulerOptions
 from spindle.fleet.engine import AttemptStart
-from spindle.fleet.events import NodeShare
+from spindle.fleet.live import LiveFleet
 from spindle.fleet.slurm_engine import SlurmEngine, slurm, slurm_fleet
-from spindle.fleet.store import Submission
+from spindle.fleet.store import Store, Submission
 from spindle.launch.slurm_rank import rank_variables
 
 STEPS = 30
@@ -43,7 +44,7 @@ def test_a_job_on_slurm_leaves_a_drained_node_and_survives_the_scheduler(cluster
     fleet = LiveTestFleet(tmp_path, "", "--engine", "slurm", "--interval", "1", "--reallocation", "1")
     try:
         fleet.up()
-        folder = fleet.submit("moved", STEPS, "--pause", "0.3", options=("--count", "2", "--kinds", "a100,l40s"))
+        folder = fleet.submit("moved", STEPS, "--pause", "2", options=("--count", "2", "--kinds", "a100,l40s"))
         line = fleet.wait_for_step(folder, 3)
         job = fleet.job("moved")
         fleet.kill_scheduler()
@@ -51,6 +52,7 @@ def test_a_job_on_slurm_leaves_a_drained_node_and_survives_the_scheduler(cluster
         fleet.up()
         assert fleet.call("drain", job["nodes"][0])[0] == 0
         fleet.wait_for_step(folder, 0, attempt=2)
+        (folder / "fast").touch()  # until here it must not end, however long a scheduler takes to come up
         assert not set(fleet.job("moved")["nodes"]) & set(job["nodes"][:1])
         assert fleet.wait_for_end("moved") == "completed"
         assert largest_difference(weights_of(folder), expected) < 1e-9
@@ -150,6 +152,36 @@ def test_an_attempt_that_was_submitted_but_not_noted_is_adopted_from_its_comment
     engine.stop(("a", 1), 20.0)
     wait_until(lambda: engine.poll()[0].phase == "ended", engine)
     assert (tmp_path / "saved").exists()
+
+
+@needs_slurm
+def test_a_job_leaves_devices_to_others_that_hold_them(engine, tmp_path, monkeypatch):
+    """Slurm has several users: what one of them has is not the fleet's."""
+    monkeypatch.setattr("spindle.fleet.slurm_engine._EXPLAINED_S", 1.0)
+    other = ("sbatch", "--parsable", "--nodelist=n0", "--gpus-per-node=a100:1", f"--output={tmp_path}/other.log")
+    slurm_id = slurm(*other, "--wrap", "sleep 600").strip()
+    wait_until(lambda: slurm("squeue", f"--jobs={slurm_id}", "--noheader", "--format=%T").strip() == "RUNNING", engine)
+    options = SchedulerOptions(min_interval_s=0.1, max_interval_s=0.5, realloc_s=1.0)
+    with Store.create(tmp_path / "fleet.db", slurm_fleet(None), options) as store:
+        live = LiveFleet(store, engine, grace_s=5.0, notify=lambda _: None)
+        live.recover()
+        wait_until(lambda: live.step() or engine.nodes()["n0"].num_occupied == 1, engine)
+        assert live.state.occupied == ()  # nothing waits for it
+        again = SlurmEngine("again", slurm_fleet(None), folder=tmp_path / "again")
+        assert again.nodes()["n0"].num_occupied == 1  # at the first look
+        command = ("submit", "--store", str(store.path), "--name", "a", "--time", "a100:1=1", "--steps", "9")
+        monkeypatch.setattr("spindle.fleet.ask.wait_for_answer", lambda *_: None)  # this process is the scheduler
+        assert run(["fleet", *command, "sleep", "600"]) == 0
+        wait_until(lambda: live.step() or live.state.occupied == (NodeShare(node="n0", num_devices=1),), engine)
+        wait_until(lambda: live.step() or ("a", 2) in live.attempts.running, engine)
+        (record,) = (record for record in store.attempts() if record.attempt == 2)
+        assert [share.node for share in record.nodes] == ["n1"]
+        wait_until(lambda: live.step() or live.state.find("a").phase == "running", engine)
+        assert engine.nodes()["n1"].num_occupied == 0  # it is ours
+        slurm("scancel", slurm_id)
+        wait_until(lambda: live.step() or live.state.occupied == (), engine)
+        live.shut_down()
+        live.close()
 
 
 @needs_slurm

@@ -150,3 +150,66 @@ def test_gradients_that_are_never_finite_end_the_training():
 def test_options_that_do_not_go_together_are_refused(options, message):
     with pytest.raises(TrainingError, match=message):
         diverging(**options)
+
+
+class Tower(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Sequential(nn.LayerNorm(32), nn.Linear(32, 32), nn.GELU()) for _ in range(3))
+
+    def forward(self, x):
+        for block in self.blocks:
+            x = x + block(x)
+        return x
+
+
+def distances_to_float64(rank: int, num_ranks: int) -> tuple[float, float]:
+    """How far a step moves the parameters from where one in float64 does, relative to its length: a step of these
+    ranks, and one of plain PyTorch, both in float16."""
+    torch.manual_seed(0)
+    towers, batch = {"a": Tower(), "b": Tower()}, {key: torch.randn(12, 32) for key in "xy"}
+    copies = [deepcopy(towers), deepcopy(towers)]
+
+    def moved(modules: Any) -> torch.Tensor:
+        pairs = zip(nn.ModuleDict(modules).parameters(), nn.ModuleDict(towers).parameters(), strict=True)
+        return torch.cat([(now.detach().double() - before.detach().double()).flatten() for now, before in pairs])
+
+    def difference(modules: Any, batch: Any) -> torch.Tensor:
+        output = modules["a"](batch["x"]) - modules["b"](batch["y"])
+        return (output.float() if output.dtype == torch.float16 else output).square().mean()
+
+    def sgd(named: Any) -> torch.optim.Optimizer:
+        return torch.optim.SGD([parameter for _, parameter in named], 0.05)
+
+    def step_plainly(modules: Any, batch: Any, autocast: bool) -> torch.Tensor:
+        optimizer = sgd(list(nn.ModuleDict(modules).named_parameters()))
+        scaler = torch.amp.GradScaler(rank_device().type, init_scale=2.0**16, enabled=autocast)
+        with torch.autocast(rank_device().type, dtype=torch.float16, enabled=autocast):
+            loss = difference(nn.ModuleDict(modules).to(rank_device()), to_device(batch, rank_device()))
+        scaler.scale(loss).backward()
+        scaler.step(optimizer)
+        nn.ModuleDict(modules).cpu()
+        return moved(modules)
+
+    exact = step_plainly(nn.ModuleDict(deepcopy(towers)).double(), {k: v.double() for k, v in batch.items()}, False)
+    plain = step_plainly(copies[0], batch, True)
+    handles = {name: spindle.module(name, module) for name, module in copies[1].items()}
+    task = spindle.task(batch_size=12, per_sample_mean=True, name="task")(partial(difference, handles))
+    trainer = spindle.Trainer(
+        [task],
+        optimizer=sgd,
+        autocast=torch.float16,
+        grad_scaler=torch.amp.GradScaler(rank_device().type, init_scale=2.0**16),
+        planning=spindle.Planning(profile=guessed_profile, planner="sequential"),
+    )
+    trainer.fit({"task": [batch]}, steps=1, progress=False)
+    assert {len(slot.devices) for slot in trainer.plan.slots} == {num_ranks}
+    ours = moved(nn.ModuleDict(copies[1]).cpu())
+    return tuple(float((each - exact).norm() / exact.norm()) for each in (ours, plain))
+
+
+@pytest.mark.parametrize("num_ranks", [2, 3])
+def test_rows_on_several_ranks_are_as_close_to_float64_as_on_one(pool, num_ranks):
+    # They differ from each other: each rank rounds the gradients of its rows to float16.
+    for ours, plain in pool.run(num_ranks, distances_to_float64):
+        assert 0 < ours < 1.1 * plain < 1e-3

@@ -107,7 +107,7 @@ RECOMPUTE = next(
 @pytest.mark.parametrize(
     ("given", "message"),
     [
-        ({RECOMPUTE: True}, rf": {RECOMPUTE}=True \(spindle.module\(..., activation_checkpointing=True\) does that\)$"),
+        ({RECOMPUTE: True}, rf": {RECOMPUTE}=True \(use spindle.module\(..., activation_checkpointing=True\)\)$"),
         ({"eval_strategy": "steps", "eval_steps": 5}, r"eval_strategy='steps' \(call trainer.evaluate"),
         ({"save_steps": 5, "neftune_noise_alpha": 5.0}, r"neftune_noise_alpha=5.0 \(leave it out\); save_steps=5 "),
         ({"optim": "adafactor"}, r"optim='adafactor' \(expected one of adamw_torch"),

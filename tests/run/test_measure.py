@@ -20,14 +20,15 @@ from preloaded import run_spindle  # noqa: E402
 from spindle.cluster import Link, SmGroups  # noqa: E402
 from spindle.errors import ProfileError, TrainingError  # noqa: E402
 from spindle.graph import metagraph_of  # noqa: E402
-from spindle.measure import LayerMeter, machine, measure_layers, measure_update, overlap  # noqa: E402  # noqa: E402
+from spindle.measure import LayerMeter, machine, measure_layers, measure_update, overlap  # noqa: E402
 from spindle.measure.layers import shares  # noqa: E402
 from spindle.measure.links import measure_all_to_all  # noqa: E402
 from spindle.measure.p2p_latency import measure_p2p_latency, p2p_latency_from  # noqa: E402
 from spindle.measure.rank_sync import RankSync  # noqa: E402
 from spindle.measure.rates import rates_from  # noqa: E402
 from spindle.measure.sm_times import measured_sms  # noqa: E402
-from spindle.measure.timing import Work  # noqa: E402
+from spindle.measure.timing import Work, warmed  # noqa: E402
+from spindle.measure.update import measure_gradient_sum  # noqa: E402
 from spindle.profile import Profile, write_profile  # noqa: E402
 from spindle.run import World  # noqa: E402
 from spindle.train.bind import bind, code_of, trace_all  # noqa: E402
@@ -303,6 +304,10 @@ def test_measuring_leaves_no_gradients_and_the_same_random_numbers():
     assert all(parameter.grad is None for parameter in tower.parameters())
 
 
+def test_gradients_are_summed_at_a_rate():
+    assert measure_gradient_sum(torch.device("cpu"), torch.float32) > 0
+
+
 def test_an_optimizer_that_fails_has_no_rate():
     parameter = nn.Parameter(torch.ones(3))
     assert measure_update(lambda named: torch.optim.SGD([p for _, p in named], 0.1), {"p": parameter}, 4) > 0
@@ -428,6 +433,21 @@ def test_a_profile_for_another_number_of_devices_is_refused(profile):
     two = replace(profile.cluster, islands=profile.cluster.islands * 2)
     with pytest.raises(ProfileError, match=r"Planning\(profile=...\) is for 2 devices, but 1 ranks were started"):
         trainer_with(replace(profile, cluster=two)).prepare(loaders(), progress=False)
+
+
+@pytest.mark.parametrize(("transposes", "num_copies"), [(True, 1), (False, 0)])
+def test_gradients_in_another_layout_are_copied_as_where_they_are_accumulated(transposes, num_copies):
+    x = torch.randn(4, 3, requires_grad=True)
+
+    def run() -> torch.Tensor:
+        return (x.T if transposes else x).contiguous().exp()
+
+    passes = warmed(Work(run=run, leaves=(x,), parameters=(), device=CPU))
+    passes.forward()
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profiled:
+        passes.backward()
+    assert sum(event.name == "aten::copy_" for event in profiled.events()) == num_copies
+    assert x.grad is None
 
 
 def sums_beside_compute(rank: int, num_ranks: int, failing: int | None = None) -> overlap.Overlap:

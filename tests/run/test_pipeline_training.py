@@ -95,7 +95,7 @@ def planning():
 
 
 def test_there_is_a_plan_before_the_search_is_over(planning):
-    planning.ask(job(evaluations=2_000_000))
+    planning.request_plan(job(evaluations=2_000_000))
     began = time.monotonic()
     program, is_final = planning.best(0)
     assert program.plan.passes
@@ -104,7 +104,7 @@ def test_there_is_a_plan_before_the_search_is_over(planning):
 
 
 def test_the_search_ends_with_a_plan_as_good_or_better(planning):
-    planning.ask(job(evaluations=50))
+    planning.request_plan(job(evaluations=50))
     natural, _ = planning.best(0)
     limit = time.monotonic() + 100
     while not planning.best(0)[1]:
@@ -124,7 +124,7 @@ def test_a_step_that_comes_is_planned_before_another_is_searched():
 
 
 def test_a_planning_process_that_ends_before_its_first_answer_costs_no_step(planning):
-    planning.ask(job(evaluations=50))
+    planning.request_plan(job(evaluations=50))
     os.kill(planning._process.pid, signal.SIGKILL)
     with pytest.warns(UserWarning, match="has ended; it is started again"):
         program, is_final = planning.best(0)
@@ -137,12 +137,12 @@ def test_a_planning_process_that_ends_before_its_first_answer_costs_no_step(plan
 
 
 def test_a_planning_process_that_hangs_costs_no_step(planning):
-    planning.ask(job(evaluations=1))
+    planning.request_plan(job(evaluations=1))
     planning.best(0)
     process = planning._process
     os.kill(process.pid, signal.SIGSTOP)
     for number in range(1, 20):  # more than its pipe holds
-        planning.ask(job(number, evaluations=1))
+        planning.request_plan(job(number, evaluations=1))
     with pytest.warns(UserWarning, match="has not answered for 1 s; it is started again"):
         assert planning.best(1)[0].plan.passes
     assert process.has_ended
@@ -151,12 +151,12 @@ def test_a_planning_process_that_hangs_costs_no_step(planning):
 
 def test_without_a_planning_process_steps_run_in_their_natural_order(planning):
     for number in range(3):
-        planning.ask(job(number, evaluations=50))
+        planning.request_plan(job(number, evaluations=50))
         os.kill(planning._process.pid, signal.SIGKILL)
         with pytest.warns(UserWarning, match="has ended"):
             assert planning.best(number)[0].plan.passes
     assert planning._process is None
-    planning.ask(job(3, evaluations=50))
+    planning.request_plan(job(3, evaluations=50))
     program, is_final = planning.best(3)
     assert program.plan.passes
     assert is_final
@@ -167,14 +167,14 @@ def test_the_planning_process_imports_nothing_from_the_folder_of_the_script(tmp_
     for name in ("queue", "pickle", "numpy"):
         (tmp_path / f"{name}.py").write_text("import os; os.mkdir('planted')")
     planner = BackgroundPlanner()
-    planner.ask(job(evaluations=1))
+    planner.request_plan(job(evaluations=1))
     planner.best(0)
     planner.close()
     assert not (tmp_path / "planted").exists()
 
 
 def test_what_does_not_fit_is_reported_by_the_planning_process(planning):
-    planning.ask(job(saved_bytes=1e9, memory_bytes=1000))
+    planning.request_plan(job(saved_bytes=1e9, memory_bytes=1000))
     with pytest.raises(DoesNotFitError):
         planning.best(0)
 

@@ -274,12 +274,24 @@ def test_tensor_degrees_of_a_trainer_hold_for_its_plan(write, capfd):
     [
         ("import spindle", "ended without a call of spindle.Trainer.fit, so there is nothing to plan; give a script"),
         ("1 / 0", "it failed with the error above, so there is nothing to plan"),
-        ("import torch\ntorch.nn.Linear(2, 2)(torch.randn(2, 2))", "cannot read weights, run a model or use a GPU"),
+        (
+            "import torch\ntorch.nn.Linear(2, 2)(torch.randn(2, 2))",
+            ".py, line 2 (torch.nn.Linear(2, 2)(torch.randn(2, 2))): RuntimeError: Tensor on device meta is not on the "
+            "expected device cpu! No spindle.Trainer.fit was reached; up to there, a script that is planned runs "
+            "without weights and without a GPU. Give a script that trains with a spindle.Trainer",
+        ),
+        (
+            "import torch\nassert torch.cuda.is_available()",
+            "line 2 (assert torch.cuda.is_available()): AssertionError No spindle.Trainer.fit was reached; up to there",
+        ),
+        ("open('meta')", "it failed with the error above, so there is nothing to plan"),
     ],
 )
 def test_a_script_that_cannot_be_planned_says_why(write, capfd, text, message):
     assert run(["bound", write(text), "--cluster", "h100x16"]) == 2
-    assert message in " ".join(capfd.readouterr().err.split())
+    shown = " ".join(capfd.readouterr().err.split())
+    assert message in shown
+    assert ("Traceback" in shown) == (text in ("1 / 0", "open('meta')"))
 
 
 def test_code_that_looks_at_values_is_told_to_be_measured(write, capfd):
@@ -304,6 +316,31 @@ def test_code_that_looks_at_values_is_told_to_be_measured(write, capfd):
     )
     assert run(["bound", looks, "--cluster", "h100x16"]) == 2
     assert "task 'predict' cannot be followed without values" in capfd.readouterr().err
+
+
+@pytest.mark.parametrize("autocast", [None, "torch.bfloat16"])
+def test_a_cast_in_a_task_is_tried_as_it_will_train(write, capfd, autocast):
+    casts = write(
+        f"""
+        import torch
+        import spindle
+
+        model = spindle.module("model", torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.ReLU()))
+
+        @spindle.task(batch_size=2)
+        def predict(batch):
+            return model(batch.bfloat16()).float().square().mean()
+
+        trainer = spindle.Trainer([predict], optimizer=lambda named: None, autocast={autocast})
+        trainer.fit({{"predict": [torch.randn(2, 4)]}}, steps=1)
+        """
+    )
+    assert run(["bound", casts, "--cluster", "h100x16"]) == 0
+    said = (
+        "trying it on two samples failed (train.py, line 9 (return model(batch.bfloat16()).float().square().mean()): "
+        "RuntimeError: mat1 and mat2 must have the same dtype, but got BFloat16 and Float)"
+    )
+    assert (said in " ".join(capfd.readouterr().err.split())) == (autocast is None)
 
 
 @pytest.mark.parametrize(

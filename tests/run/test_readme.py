@@ -38,7 +38,7 @@ class Program:
         return blocks(self.page, "python")[self.block]
 
 
-TRAIN = Program(page="tutorial.md", block=0, prints=r"Losses over 20 steps(.|\n)*image_text(.|\n)*predicted")
+TRAIN = Program(page="tutorial.md", block=0, prints=r"Losses over 60 steps(.|\n)*image_text(.|\n)*predicted")
 PROGRAMS = (
     TRAIN,
     # Before the block of training.md, which freezes a module.
@@ -53,6 +53,7 @@ PROGRAMS = (
     Program(page="from_transformers.md", block=0, prints=r"Losses over 10 steps(.|\n)*predict"),
     Program(page="how_to/own_model.md", block=0, prints=r"Losses over 20 steps(.|\n)*classify"),
     Program(page="how_to/mixed_batches.md", block=0, prints=r"Losses over 24 steps(.|\n)*answer"),
+    Program(page="how_to/sweep.md", block=0, prints=r"Losses over 40 steps(.|\n)*middle"),
     Program(page="how_to/own_planner.md", block=0, prints=r"(sequential|task-level): \d+ ms, bound \d+ ms\n"),
 )
 
@@ -64,6 +65,7 @@ REPORTS = "tests/unit/test_step_report.py runs this verb on small runs, plans an
 FLEET_REPORTS = "tests/unit/test_fleet_report.py runs this verb on timelines, events and stores"
 QUICK_SEARCH = "takes half a minute; tests/unit/test_cli_pipelines.py runs this verb with fewer evaluations"
 LIVE_FLEET = "tests/run/test_fleet_live.py runs this verb on a live fleet"
+SWEEPS = "tests/unit/test_live_fleet.py runs this verb with a sweep"
 NOT_RUN = {
     "pip install -c constraints.txt '.[train]'": INSTALLS,
     "pip install -c constraints.txt -e '.[dev]'": INSTALLS,
@@ -97,9 +99,12 @@ NOT_RUN = {
     "spindle fleet submit --count 1-8 train.py": LIVE_FLEET,
     "spindle fleet submit --count 1-16 train.py": LIVE_FLEET,
     "spindle fleet submit --team vision --priority high --deadline 6h --kinds a100,h100 other.py --lr 1e-4": LIVE_FLEET,
+    "spindle fleet estimate train.py --fleet a100x8 --sweep lr=1e-4,3e-4": SWEEPS,
+    "spindle fleet submit --sweep lr=1e-4,3e-4 train.py": SWEEPS,
+    "spindle fleet submit --sweep lr=1e-3 train.py": SWEEPS,
     "spindle fleet status": LIVE_FLEET,
     "spindle fleet logs train --follow": LIVE_FLEET,
-    "spindle fleet explain fleet.db train": LIVE_FLEET,
+    "spindle fleet explain train": LIVE_FLEET,
     "spindle fleet stop train": LIVE_FLEET,
     "spindle fleet drain node3": LIVE_FLEET,
     "spindle fleet down": LIVE_FLEET,
@@ -173,6 +178,11 @@ def test_the_python_programs_run_as_shown(num_ranks, tmp_path):
         assert bool(rows) == ("Losses" in program.prints)
         for task, losses in rows.items():
             assert losses[-1] < losses[0], (program, task, losses)
+    shown = loss_rows(PAGES[TRAIN.page])
+    assert shown.keys() == {"image_text", "audio_text"}
+    for task, losses in loss_rows(outputs[TRAIN.path]).items():
+        assert losses[-1] < 0.7 * losses[0]
+        assert losses == pytest.approx(shown[task], rel=0.05)  # rounding depends on the machine
 
 
 def test_commands_that_are_not_run_are_shown():

@@ -188,5 +188,5 @@ def test_tokens_that_meet_where_they_are_cut_are_noticed(block, sentence):
     sharing, _ = find(tensor_parallel.own(block=block, tensor_parallel=SEQUENCE_PLAN))
     assert sharing.most == {}
     assert sentence in sharing.reasons["language"]
-    assert "let tokens meet only in parts inside it" in sharing.reasons["language"]
+    assert "let tokens interact only in parts inside it" in sharing.reasons["language"]
     assert find(tensor_parallel.own(block=block))[0].most == {"language": 4}

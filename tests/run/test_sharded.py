@@ -189,7 +189,7 @@ def test_a_rank_sees_the_flags_and_the_sum_of_its_part():
     assert rows[:, :4].tolist() == [[1, 2, 3, 4], [0, 5, 6, 7]]
     assert rows[:, -3:].tolist() == [[1, 0, 1], [1, 0, 1]]
     assert all(parameter.grad is None for parameter in bucket)
-    gradients.spread(0, gradients.num_contributors(0))
+    gradients.set_from_bucket(0, gradients.num_contributors(0))
     assert flat.owned[1].grad is None
     assert flat.owned[2].grad.tolist() == [5, 6, 7]
     with torch.no_grad():

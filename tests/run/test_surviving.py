@@ -16,7 +16,7 @@ import pytest
 from spindle.launch.activity import LIMIT_S, LOADING, ON_STEP, Activity, HangDetector, Recorder, SlownessDetector
 from spindle.launch.folders import PREFIX
 from spindle.launch.restart import Fault, Restarts
-from test_launch import PRELUDE, is_gone, launched, noted_pid, started, wait_until
+from test_launch import PRELUDE, is_gone, launched, noted_pid, running_jobs, wait_until  # noqa: F401  (a fixture)
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="looks for processes in /proc")
 
@@ -90,11 +90,11 @@ if rank == 1: time.sleep(600)
     assert done.stderr.count("error: rank 0 failed: ValueError: boom") == 3
 
 
-def test_a_signal_ends_a_job_that_would_start_again(script, tmp_path):
+def test_a_signal_ends_a_job_that_would_start_again(script, started, tmp_path):
     job = started(script("note(f'rank-{rank}', os.getpid())\ntime.sleep(600)"), "--restarts", "3")
     pids = [noted_pid(tmp_path, f"rank-{rank}") for rank in range(2)]
     job.send_signal(signal.SIGTERM)
-    assert job.communicate(timeout=20) == ("", "stopped by SIGTERM\n")
+    assert job.communicate(timeout=90) == ("", "stopped by SIGTERM\n")
     assert job.returncode == 143
     assert all(map(is_gone, pids))
 
@@ -178,7 +178,7 @@ time.sleep(600)
     assert not Path((tmp_path / "folder-1").read_text()).exists()
 
 
-def test_the_folder_of_a_killed_launcher_in_memory_can_be_removed_by_the_next(script, tmp_path):
+def test_the_folder_of_a_killed_launcher_in_memory_can_be_removed_by_the_next(script, started, tmp_path):
     job = started(script("note(f'store-{rank}', os.environ['SPINDLE_STORE'])\ntime.sleep(600)"))
     wait_until((tmp_path / "store-1").exists)
     folder = Path((tmp_path / "store-1").read_text()).parent
@@ -190,7 +190,7 @@ def test_the_folder_of_a_killed_launcher_in_memory_can_be_removed_by_the_next(sc
     assert not folder.exists()
 
 
-def test_logs_of_a_launch_that_is_running_are_not_overwritten(script, tmp_path):
+def test_logs_of_a_launch_that_is_running_are_not_overwritten(script, started, tmp_path):
     logs = tmp_path / "logs"
     job = started(script("note(f'rank-{rank}', os.getpid())\ntime.sleep(600)"), "--logs", str(logs))
     noted_pid(tmp_path, "rank-1")

@@ -37,6 +37,11 @@ def as_list(batch):
     return {"x": torch.stack([sample["x"] for sample in batch])}
 
 
+def in_whole_numbers(batch):
+    """Without what samples draw: in worker processes that follows from a seed of theirs."""
+    return {"x": torch.stack([sample["x"] for sample in batch]).floor()}
+
+
 def batches_that_lack_something():
     """Batches of two forms, which take two variants of their task; endless, and random."""
     while True:
@@ -125,6 +130,45 @@ def test_a_resumed_training_has_the_numbers_of_one_that_was_not_interrupted(load
     assert (random.random(), torch.rand(1).item()) == drawn
 
 
+@pytest.mark.parametrize("seed", [None, 3])
+@pytest.mark.parametrize("save_at", [1, 2, 6])
+def test_samples_go_on_in_the_epoch_of_a_loader_whose_workers_stay(seed, save_at):
+    """DataLoader draws a seed for new workers, and none in the epochs of workers that are there."""
+
+    def trained(steps, state=None):
+        linear = spindle.module("linear", nn.Linear(3, 2))
+
+        @spindle.task(batch_size=4)
+        def pull(batch):
+            return linear(batch["x"]).square().mean() * 0 + batch["x"].square().mean()
+
+        trainer = spindle.Trainer(
+            [pull],
+            optimizer=lambda named: torch.optim.SGD([parameter for _, parameter in named], lr=0.1),
+            planning=spindle.Planning(profile=guessed_profile),
+        )
+        generator = None if seed is None else torch.Generator().manual_seed(seed)
+        workers = {"num_workers": 1, "persistent_workers": True, "collate_fn": in_whole_numbers}
+        loader = DataLoader(Squares(), 4, shuffle=True, drop_last=True, generator=generator, **workers)
+        if state is not None:
+            trainer.load_train_state(state)
+        saved = []
+
+        def on_step(step, _):
+            if step == save_at:
+                saved.append(trainer.train_state())
+
+        result = trainer.fit({"pull": loader}, steps=steps, progress=False, on_step=on_step)
+        return [losses["pull"] for losses in result.losses], saved
+
+    torch.manual_seed(1)
+    expected, (state,) = trained(10)
+    torch.manual_seed(2)
+    rest, _ = trained(10 - state.step, state)
+    assert rest == expected[state.step :]
+    assert len(set(expected)) > 3
+
+
 def test_a_state_is_not_changed_by_training_on():
     trainer, _ = make_trainer("a list")
     trainer.fit(loaders_of("a list"), steps=2, progress=False)
@@ -151,3 +195,42 @@ def test_a_state_of_another_training_is_refused():
     fewer.remove_task("push")
     with pytest.raises(TrainingError, match="of the tasks pull, push, this Trainer has pull; make one with the same"):
         fewer.load_train_state(state)
+
+
+class WithFloat32Momentum(torch.optim.Optimizer):
+    def __init__(self, parameters):
+        super().__init__(parameters, {"lr": 0.1})
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        for parameter in (parameter for group in self.param_groups for parameter in group["params"]):
+            momentum = self.state[parameter].setdefault("momentum", torch.zeros_like(parameter, dtype=torch.float32))
+            momentum.mul_(0.9).add_(parameter.grad.float(), alpha=1e-3)
+            parameter.sub_(momentum.to(parameter.dtype))
+
+
+def momenta_of_bfloat16_weights(*, replans):
+    made = []
+
+    def optimizer(named):
+        made.append(WithFloat32Momentum([parameter for _, parameter in named]))
+        return made[-1]
+
+    torch.manual_seed(0)
+    handle = spindle.module("tower", nn.Linear(8, 8).bfloat16())
+    task = spindle.task(batch_size=4, name="pull")(lambda batch: handle(batch).float().square().mean())
+    trainer = spindle.Trainer([task], optimizer=optimizer, planning=spindle.Planning(profile=guessed_profile))
+    batches = {"pull": [torch.ones(4, 8).bfloat16()]}
+    trainer.fit(batches, steps=2, progress=False)
+    if replans:
+        trainer.replan(planner="sequential")
+    trainer.fit(batches, steps=2, progress=False)
+    assert len(made) == 1 + replans
+    return [state["momentum"] for state in made[-1].state.values()]
+
+
+def test_a_new_plan_keeps_what_an_optimizer_has_in_another_dtype_than_its_parameter():
+    expected, replanned = (momenta_of_bfloat16_weights(replans=replans) for replans in (False, True))
+    for first, second in zip(expected, replanned, strict=True):
+        assert second.dtype == torch.float32
+        assert torch.equal(first, second)

@@ -124,3 +124,11 @@ def test_memory_that_cannot_be_allocated_is_no_lost_peer():
     assert not isinstance(failed.value, PeerLostError)
     with pytest.raises(PeerLostError, match="noticed while moving parameters"), peers("moving parameters"):
         raise RuntimeError("Connection closed by peer")
+
+
+def test_a_worker_of_a_loader_that_is_lost_during_an_exchange_is_no_lost_rank():
+    # torch raises it in a signal handler, in the middle of whatever the main thread does
+    error = "DataLoader worker (pid 7) is killed by signal: Killed."
+    with pytest.raises(RuntimeError, match="DataLoader worker") as failed, peers("waiting for it"):
+        raise RuntimeError(error)
+    assert not isinstance(failed.value, PeerLostError)

@@ -1,11 +1,12 @@
 """A small training for tests of live fleets: two tasks that share a module, in float64.
 
 fleet_job.py FOLDER STEPS [--pause SECONDS] [--raise-at STEP] [--size N] [--every N] [--memory-every N]
+             [--scales]
 
 Checkpoints go to FOLDER/saved, and at the end the weights to FOLDER/final.npz. Each rank 0 appends lines to
 FOLDER/steps.jsonl: one for its start, one for each of its steps, and one for its end: what it has measured and planned.
-It pauses after each step until there is a file FOLDER/fast. One rank that finds FOLDER/raise after a step removes it
-and raises; one that finds FOLDER/hang in its optimizer removes it and hangs.
+It pauses after each step until there is a file FOLDER/fast; with --scales, n ranks pause for 1/n of that. One rank that
+finds FOLDER/raise after a step removes it and raises; one that finds FOLDER/hang in its optimizer removes it and hangs.
 """
 
 from __future__ import annotations
@@ -30,6 +31,7 @@ parser.add_argument("--raise-at", type=int, default=-1)
 parser.add_argument("--size", type=int, default=16)
 parser.add_argument("--every", type=int, default=5)
 parser.add_argument("--memory-every", type=int, default=None)
+parser.add_argument("--scales", action="store_true")
 options = parser.parse_args()
 
 torch.set_num_threads(1)
@@ -106,7 +108,7 @@ def on_step(step: int, losses: object) -> None:
     if is_asked_for("raise"):
         raise ValueError(f"asked to fail in step {step}")
     if not (options.folder / "fast").exists():
-        time.sleep(options.pause)
+        time.sleep(options.pause / (trainer.world.size if options.scales else 1))
 
 
 trainer = spindle.Trainer(

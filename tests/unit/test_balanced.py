@@ -73,16 +73,16 @@ def test_a_changed_source_index_or_mix_is_refused_by_name():
     state = data.state_dict()
     for options, message in (
         ({"lengths": [3, 5]}, "the lengths of source 'a' are not those with which"),
-        ({"mix": {"a": 3}}, "has mix 'a=2', and balanced"),
-        ({"max_tokens": 9}, "has max_tokens 8, and balanced"),
-        ({"seed": 1}, "has seed 0, and balanced"),
-        ({"too_long": "skip"}, "has too_long 'error', and balanced"),
+        ({"mix": {"a": 3}}, "has mix 'a=2', but balanced"),
+        ({"max_tokens": 9}, "has max_tokens 8, but balanced"),
+        ({"seed": 1}, "has seed 0, but balanced"),
+        ({"too_long": "skip"}, "has too_long 'error', but balanced"),
     ):
         other = balanced({"a": Texts([3, 4])}, **{"lengths": [3, 4], "max_tokens": 8, "mix": {"a": 2}} | options)
         with pytest.raises(CheckpointError, match=message):
             other.load_state_dict(state)
     named = balanced({"b": Texts([3, 4])}, lengths=[3, 4], max_tokens=8, mix={"b": 2})
-    with pytest.raises(CheckpointError, match=r"has sources \['a'\], and balanced\(...\) has \['b'\]"):
+    with pytest.raises(CheckpointError, match=r"has sources \['a'\], but balanced\(...\) has \['b'\]"):
         named.load_state_dict(state)
     with pytest.raises(CheckpointError, match="the state of the data has no 'mix'; expected what state_dict"):
         data.load_state_dict({key: value for key, value in state.items() if key != "mix"})
@@ -121,8 +121,8 @@ def test_functions_of_a_mix_are_compared_by_code_and_numbers():
         ({"lengths": None}, r"source 'a': nothing says how long its samples are; give lengths="),
         ({"lengths": [3, 0]}, r"sample 1 has 0 tokens"),
         ({"lengths": [(3, [2, 0]), (3, [])]}, r"sample 0 has 3 tokens and items of \[2, 0\]"),
-        ({"lengths": {"b": [3, 4]}}, r"'b' is no source; sources: a"),
-        ({"mix": {"b": 1}}, r"names 'b', which is no source; sources: a"),
+        ({"lengths": {"b": [3, 4]}}, r"'b' is not a source; sources: a"),
+        ({"mix": {"b": 1}}, r"names 'b', which is not a source; sources: a"),
         ({"mix": {}}, r"has no weight of source 'a'"),
         ({"mix": {"a": "3"}}, r"mix=\{'a': '3'\}\): expected a number, or a function of the step"),
         ({"lengths": [3, 1.5]}, r"the lengths of sample 1 are 1.5; expected its tokens, such as 812"),
@@ -199,7 +199,7 @@ def test_batches_are_padded_and_samples_numbered():
 def test_groups_of_sequences_have_equal_size_and_level_work():
     assert group_sequences([9, 1, 5, 5], 2) == ((0, 1), (2, 3))
     assert group_sequences([1, 1], 2) == ((0,), (1,))
-    with pytest.raises(InputError, match="3 sequences cannot be divided into 2 groups"):
+    with pytest.raises(InputError, match="cannot be divided into 2 groups of equal size; give a multiple of 2"):
         group_sequences([1, 2, 3], 2)
 
 

@@ -265,11 +265,25 @@ def test_a_recorded_task_has_the_gradients_of_the_function(function):
     assert_same(run_recorded(function, {"x": X}), function({"x": X}))
 
 
+def with_entries(batch):
+    mask = torch.zeros(3, WIDTH, dtype=torch.float64)  # of the script: what is written now is not part of a step
+    mask[0] = batch["x"][0]
+    return (HANDLE(batch["x"]) * mask).mean()
+
+
+def with_out(batch):
+    total = torch.zeros(3, WIDTH, dtype=torch.float64)
+    torch.add(batch["x"], 1, out=total)
+    return (HANDLE(batch["x"]) * total).mean()
+
+
 @pytest.mark.parametrize(
     "function",
     [
         lambda batch: HANDLE(batch["x"].mul_(2)).mean(),
         lambda batch: HANDLE(batch["x"])[:, 0].relu_().mean(),
+        with_entries,
+        with_out,
     ],
 )
 def test_a_task_that_writes_over_what_others_share_is_refused(function):

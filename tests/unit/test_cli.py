@@ -175,6 +175,10 @@ def test_a_graph_is_no_plan_and_a_plan_is_no_graph(graph, plan, capsys):
         (["recipes", "clap-4", "-o", "x.json"], "no recipe is called 'clap-4'"),
         (["recipes", "-o", "x.json"], "-o x.json: give the name of a recipe"),
         (["plan"], "INPUT"),
+        (
+            ["simulate", "g.json"],
+            "'PLAN.json'; expected spindle simulate INPUT PLAN.json (see spindle simulate --help)",
+        ),
         (["plan", "g.json", "--devices", "some"], "'--devices': expected a whole number"),
         (["plan", "g.json", "--seed", "1.5"], "'--seed': expected a whole number"),
         (["plan", "g.json", "--time-limit", "x"], "'--time-limit': expected a number"),
@@ -259,6 +263,13 @@ def test_plan_shows_its_bound_and_draws_every_op(graph, capsys):
         assert word in printed.out
     assert all(len(line) <= 80 for line in printed.out.splitlines())
     assert printed.err == ""
+
+
+def test_lanes_that_are_asked_for_and_cannot_be_planned_say_why(graph, capsys):
+    assert run(["plan", graph, "--devices", "4"]) == 0
+    assert "lane" not in capsys.readouterr().err
+    assert run(["plan", graph, "--devices", "4", "--lanes", "3"]) == 0
+    assert "one lane on each device: nothing says how much these layers slow each other down" in capsys.readouterr().err
 
 
 def test_a_plan_for_fewer_devices_runs_on_more(graph, plan, capsys):
@@ -631,4 +642,6 @@ def test_a_command_that_compiles_first_says_so(graph, capsys, monkeypatch):
     assert "compiling" not in capsys.readouterr().err
     monkeypatch.setattr("spindle.planners.compiled._is_cached", lambda loop: False)
     assert run(["plan", graph, "--devices", "4"]) == 0
-    assert capsys.readouterr().err == "note: compiling loops, once after an install: about half a minute\n"
+    assert (
+        capsys.readouterr().err == "note: compiling loops, which takes about half a minute, once after installation\n"
+    )

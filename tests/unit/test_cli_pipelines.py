@@ -84,6 +84,16 @@ def test_what_is_asked_of_a_batch_is_for_models_only(capsys, verb, option):
     assert "leave it out for clip-4" in said
 
 
+def test_a_pipeline_is_simulated_from_its_plan_as_text(capsys, tmp_path):
+    plans = [str(tmp_path / name) for name in ("plan.json", "plan.txt")]
+    for plan in plans:
+        answer(capsys, "plan", "vlm-s", *QUICK, "-o", plan)
+    assert "\n> F" in (tmp_path / "plan.txt").read_text()
+    simulated = [answer(capsys, "simulate", "vlm-s", plan, "--microbatches", "2") for plan in plans]
+    steps = [text.partition("step ")[2].split()[:2] for text in simulated]
+    assert steps[0] == [steps[1][0], f"{steps[1][1]},"]
+
+
 def test_a_plan_of_another_batch_is_called_that(capsys, tmp_path):
     plan = str(tmp_path / "plan.json")
     answer(capsys, "plan", "vlm-s", *QUICK, "-o", plan)

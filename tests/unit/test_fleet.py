@@ -6,7 +6,9 @@ import json
 import math
 from dataclasses import replace
 
+import numpy as np
 import pytest
+from scipy.optimize import linprog
 
 import fleets
 from spindle.artifact import from_json, to_json
@@ -24,12 +26,15 @@ from spindle.fleet import (
     LostAttempt,
     NodeJoined,
     NodeLost,
+    NodeShare,
+    Occupied,
     Plan,
     Progressed,
     Resize,
     Resumed,
     SchedulerOptions,
     Start,
+    Started,
     State,
     StepTime,
     Stop,
@@ -167,6 +172,149 @@ def test_a_waiting_job_is_told_why_and_what_would_help():
     assert explain_job(state, "a").cells[0].is_held
     with pytest.raises(FleetError, match="no job is called 'c'; the fleet has a, b"):
         explain_job(state, "c")
+
+
+@pytest.mark.parametrize(
+    ("first", "claim"),
+    [
+        ({"deadline_s": 5000.0, "num_steps": 100}, "its deadline is promised"),
+        ({"priority": "urgent"}, "urgent"),
+        ({"team": "vision"}, "guaranteed to its team 'vision'"),
+        ({}, "a lease, as it had waited long"),
+    ],
+)
+def test_a_job_that_waits_for_what_others_get_first_is_told_for_whom(first, claim):
+    """The waiting job would gain more per device."""
+    guaranteed = (DeviceCount(kind="big", num_devices=4),) if "team" in first else ()
+    machines = fleets.fleet({"big": [4]}, (Team(name="vision", guaranteed=guaranteed),))
+    state = fleets.new_state(machines, starvation_s=0.0 if not first else 12 * 3600.0)
+    state, _ = fleets.after(state, fleets.submitted("a", {("big", 4): 10.0}, **{"num_steps": 10**6, **first}))
+    state, _ = fleets.at(0.0, state)
+    state, _ = fleets.after(state, fleets.submitted("b", {("big", 4): 1.0}, 40.0, priority="high", num_steps=500))
+    state, _ = fleets.at(40.0, state)
+    assert fleets.cells(state) == {"a": "4 x big", "b": ""}
+    explanation = explain_job(state, "b")
+    assert f"4 of 4 big devices go to jobs that come first: 4 to a ({claim})" in explanation.reason
+    assert "a higher priority" not in explanation.helps
+    assert explanation.cells[0].utility > 2 * explain_job(state, "a").cells[0].utility
+
+
+def test_a_job_whose_team_has_as_much_as_it_may_is_told_so():
+    teams = (Team(name="vision", limits=(DeviceCount(kind="big", num_devices=2),)),)
+    state = fleets.new_state(fleets.fleet({"big": [4]}, teams))
+    pair = {("big", 2): 1.0}
+    state, _ = fleets.after(state, *(fleets.submitted(name, pair, team="vision") for name in "ab"))
+    state, _ = fleets.at(0.0, state)
+    assert fleets.cells(state) == {"a": "2 x big", "b": ""}
+    explanation = explain_job(state, "b")
+    assert explanation.reason.endswith("and its team 'vision' has as many big devices as it may")
+    assert "a higher limit of team 'vision'" in explanation.helps
+
+
+def test_a_job_that_has_no_place_beside_others_is_told_so():
+    """Free devices that no job can use (kueue #4329)."""
+    state = fleets.new_state(fleets.fleet({"big": [4, 4]}))
+    jobs = [fleets.submitted(name, {("big", 3): 1.0}) for name in "ab"]
+    state, _ = fleets.after(state, *jobs, fleets.submitted("c", {("big", 2): 1.0}, priority="low"))
+    state, _ = fleets.at(0.0, state)
+    assert fleets.cells(state) == {"a": "3 x big", "b": "3 x big", "c": ""}
+    reason = explain_job(state, "c").reason
+    assert reason == "2 big devices are free, but no node has 2 of them, and moving other jobs makes no room"
+
+
+def test_a_job_whose_nodes_are_gone_is_told_so():
+    state, _ = fleets.after(fleets.new_state(ONE_NODE), fleets.submitted("a", SCALES))
+    state, _ = fleets.after(state, NodeLost(time_s=0.0, node="node0"))
+    state, _ = fleets.at(0.0, state)
+    assert explain_job(state, "a").reason.endswith(
+        "and the fleet can use 0 big devices now: the others are on lost or drained nodes, or held by somebody else"
+    )
+
+
+def test_what_is_explained_is_what_a_calculation_by_hand_gives():
+    """Two kinds, three jobs; seconds and devices as in the comments, the bound by HiGHS."""
+    machines = fleets.fleet({"big": [4], "small": [2]})
+    times = {
+        "a": {("big", 2): 2.0, ("big", 4): 1.0, ("small", 2): 4.0},  # 10,000 steps: 10,000 s at best
+        "b": {("big", 4): 0.5, ("small", 2): 1.0},  # 5,000 s
+        "c": {("big", 2): 1.0, ("small", 1): 2.0},  # 10,000 s
+    }
+    submitted = [fleets.submitted(name, times[name], num_steps=10_000) for name in times]
+    state, _ = fleets.after(fleets.new_state(machines), *submitted)
+    state, _ = fleets.at(0.0, state)
+    later_s = 1000.0
+    running = [
+        Progressed(time_s=later_s, job=job.name, attempt=1, step=1000.0)
+        for job in state.jobs
+        if job.allocation is not None
+    ]
+    state, _ = fleets.after(state, *running)
+
+    def utility(name: str, kind: str, count: int) -> float:
+        job = state.find(name)
+        left = 10_000 - job.step
+        step_s, best_s = times[name][kind, count], min(times[name].values())
+        held = job.allocation is not None and (job.allocation.cell.kind, job.allocation.cell.num_devices) == (
+            kind,
+            count,
+        )
+        cost_s = 0.0 if held else job.realloc_s
+        weight = (3600.0 / (left * best_s)) ** 0.35
+        return weight * best_s / step_s * (1 - cost_s / min(7200.0, cost_s + left * step_s))
+
+    cells = [(name, kind, count) for name in times for kind, count in times[name]]
+    worth = np.array([utility(*cell) for cell in cells])
+
+    def bound(capacity: dict[str, int]) -> float:
+        """By the linear program: at most one cell for each job, no device twice."""
+        jobs = [[float(cell[0] == name) for cell in cells] for name in times]
+        kinds = [[float(cell[2] * (cell[1] == kind)) for cell in cells] for kind in capacity]
+        limits = [1.0] * len(jobs) + [float(number) for number in capacity.values()]
+        return -linprog(-worth, A_ub=np.array(jobs + kinds), b_ub=limits, bounds=(0, None), method="highs").fun
+
+    capacity = {"big": 4, "small": 2}
+    prices = {node.kind: node.price for node in node_worths(state)}
+    surplus = dict.fromkeys(times, 0.0)
+    for name in times:
+        explained = {(cell.kind, cell.num_devices): cell for cell in explain_job(state, name).cells}
+        assert explained.keys() == times[name].keys()
+        for (kind, count), cell in explained.items():
+            assert cell.utility == pytest.approx(utility(name, kind, count), rel=1e-12)
+            assert cell.cost == pytest.approx(count * prices[kind], rel=1e-12)
+            surplus[name] = max(surplus[name], cell.utility - cell.cost)
+    # Prices are those of the dual problem: with them, jobs and devices are worth together what the program reaches.
+    dual = sum(surplus.values()) + sum(capacity[kind] * prices[kind] for kind in capacity)
+    assert dual == pytest.approx(bound(capacity), rel=1e-9)
+    for node in node_worths(state):
+        gain = bound({**capacity, node.kind: capacity[node.kind] + node.num_devices}) - bound(capacity)
+        assert gain > 0
+        assert node.gain == pytest.approx(gain, rel=1e-9)
+        assert node.share == pytest.approx(gain / bound(capacity), rel=1e-9)
+
+
+def test_a_job_whose_devices_others_hold_goes_elsewhere_and_the_fleet_does_without_them():
+    machines = fleets.fleet({"big": [4, 4]})
+    state, _ = fleets.after(fleets.new_state(machines), fleets.submitted("a", {("big", 2): 1.0}))
+    state, _ = fleets.at(0.0, state)
+    state, _ = fleets.after(state, fleets.submitted("b", {("big", 2): 1.0}, 30.0))
+    state, actions = schedule(state, Ticked(time_s=30.0))  # b does not begin
+    assert [action.nodes for action in actions] == [(NodeShare(node="node0", num_devices=2),)]
+    state, actions = schedule(state, Occupied(time_s=90.0, node="node0", num_devices=4, jobs=("b",)))
+    assert actions == (Stop(job="b", attempt=1),)
+    assert fleets.cells(state) == {"a": "2 x big", "b": ""}
+    assert state.occupied == (NodeShare(node="node0", num_devices=2),)  # a trains on the others
+    state, actions = fleets.at(90.0, state)
+    assert [(action.job, action.nodes) for action in actions] == [("b", (NodeShare(node="node1", num_devices=2),))]
+    large = fleets.submitted("c", {("big", 4): 1.0}, 100.0, priority="urgent")
+    state, _ = fleets.after(state, large)
+    state, _ = fleets.at(130.0, state)
+    assert fleets.cells(state)["c"] == "4 x big"
+    assert [share.node for share in state.find("c").allocation.nodes] == ["node1"]
+    assert fleets.cells(state)["b"] == ""  # nowhere
+    state, _ = fleets.after(state, Occupied(time_s=200.0, node="node0", num_devices=0))
+    assert state.occupied == ()
+    state, _ = fleets.at(200.0, state)
+    assert [share.node for share in state.find("b").allocation.nodes] == ["node0"]
 
 
 def test_another_node_is_worth_something_only_where_devices_are_short():
@@ -339,6 +487,51 @@ def test_explain_says_what_became_of_a_deadline():
     assert explain_job(state, "missed").reason.endswith("; its deadline will be missed by about 5.7 h (best effort)")
 
 
+def test_explain_says_that_a_promised_deadline_will_be_missed():
+    state, _ = fleets.after(
+        fleets.new_state(ONE_NODE), fleets.submitted("a", SCALES, deadline_s=30_000.0, num_steps=10_000)
+    )
+    state, _ = fleets.at(0.0, state)
+    assert "its deadline will be met in 2 x big" in explain_job(state, "a").reason
+    slow = Progressed(time_s=100.0, job="a", attempt=1, step=20, step_s=4.4)  # four times what was planned
+    state, _ = fleets.after(state, slow)
+    # 9,980 steps take 43,912 s, from 100 s on; the deadline is at 30,000 s.
+    assert (
+        "its deadline was promised in 2 x big, which it gets at least, but it will be missed by about 3.9 h: its steps "
+        "take longer than planned"
+    ) in explain_job(state, "a").reason
+
+
+def test_a_running_job_that_its_teams_limit_keeps_small_is_told_so():
+    teams = (Team(name="text", limits=(DeviceCount(kind="big", num_devices=2),)),)
+    state, _ = fleets.after(
+        fleets.new_state(fleets.fleet({"big": [4]}, teams)), fleets.submitted("a", SCALES, team="text")
+    )
+    state, _ = fleets.at(0.0, state)
+    explanation = explain_job(state, "a")
+    assert fleets.cells(state) == {"a": "2 x big"}
+    (helps,) = explanation.helps
+    assert helps.startswith("a higher limit of team 'text', which has as many big devices as it may: 4 x big would be")
+
+
+def test_a_job_that_saves_its_last_checkpoint_is_not_moved():
+    """Its last report is a step before the end; by now it should be done, and another cell is a little faster."""
+    times = {("big", 2): 1.0, ("big", 4): 0.9}
+    machines = fleets.fleet({"big": [4]})
+    state, _ = fleets.after(fleets.new_state(machines), fleets.submitted("first", times, num_steps=1000))
+    state, _ = fleets.after(state, fleets.submitted("second", times, num_steps=1000))
+    state, _ = schedule(state, Ticked(time_s=0.0))
+    assert fleets.cells(state) == {"first": "2 x big", "second": "2 x big"}
+    state, _ = fleets.after(state, *(Started(time_s=60.0, job=name, attempt=1) for name in ("first", "second")))
+    done = Completed(time_s=1060.0, job="second", attempt=1)
+    state, _ = fleets.after(state, Progressed(time_s=1050.0, job="first", attempt=1, step=999), done)
+    state, actions = fleets.at(1060.0, state)
+    assert actions == []
+    # What reports nothing any more is past its length, and may have as much ahead as behind.
+    state, actions = fleets.at(1400.0, state)
+    assert [type(action) for action in actions] == [Resize]
+
+
 def test_the_prices_that_are_explained_leave_urgent_jobs_their_devices():
     """Four short jobs together are worth more than the urgent one, and get nothing."""
     urgent = fleets.submitted("urgent", {("big", 4): 1.0}, priority="urgent", num_steps=100_000_000)
@@ -381,6 +574,74 @@ def test_what_a_job_gets_at_least_is_placed_even_where_free_devices_do_not_pack(
     fleets.check_allocation(state)
     assert fleets.cells(state)["late"] == "4 x big"
     assert sorted(fleets.cells(state).values()) == ["", "3 x big", "3 x big", "3 x big", "4 x big"]
+
+
+def test_a_promised_job_is_placed_before_urgent_ones_and_others_fall_back_to_their_promise():
+    """By their numbers, the devices would be enough for all; they do not pack."""
+    state = fleets.new_state(fleets.fleet({"big": [2, 4, 2]}))
+    urgent = fleets.submitted("urgent", {("big", 3): 1.0}, priority="urgent")
+    state, _ = fleets.after(state, urgent)
+    state, _ = fleets.at(0.0, state)
+    first = fleets.submitted("first", {("big", 3): 1.0}, 30.0, deadline_s=5000.0, num_steps=1000)
+    state, _ = fleets.at(30.0, fleets.after(state, first)[0])
+    assert fleets.cells(state) == {"urgent": "", "first": "3 x big"}
+    state, _ = fleets.after(state, Completed(time_s=40.0, job="first", attempt=1))
+    state, _ = fleets.after(state, Completed(time_s=40.0, job="urgent", attempt=1))
+    second = fleets.submitted("second", {("big", 2): 2.0, ("big", 4): 1.0}, 60.0, deadline_s=25_000.0, num_steps=10_000)
+    state, _ = fleets.at(60.0, fleets.after(state, second)[0])
+    assert state.find("second").promised == Cell(kind="big", num_devices=2)
+    assert fleets.cells(state)["second"] == "4 x big"
+    third = fleets.submitted("third", {("big", 4): 1.0}, 90.0, deadline_s=5000.0, num_steps=1000)
+    state, _ = fleets.at(90.0, fleets.after(state, third)[0])
+    assert {name: cell for name, cell in fleets.cells(state).items() if cell} == {
+        "second": "2 x big",
+        "third": "4 x big",
+    }
+
+
+def test_a_promised_job_gets_its_place_though_another_promised_one_would_fit_beside_what_is_there():
+    """The smaller one, which is placed after it, fits on the node that the larger one needs and others leave."""
+    first = fleets.submitted("first", {("big", 2): 1.0})
+    other = fleets.submitted("other", {("big", 3): 0.1})
+    state, _ = fleets.after(fleets.new_state(fleets.fleet({"big": [2, 4, 2]})), first, other)
+    state, _ = fleets.at(0.0, state)
+    assert fleets.cells(state) == {"first": "2 x big", "other": "3 x big"}
+    large = fleets.submitted("large", {("big", 4): 1.0}, 100.0, deadline_s=5000.0, num_steps=1000)
+    small = fleets.submitted("small", {("big", 1): 1.0}, 100.0, deadline_s=5000.0, num_steps=1000)
+    state, _ = fleets.at(100.0, fleets.after(state, large, small)[0])
+    assert fleets.cells(state) | {"first": ""} == {"first": "", "other": "", "large": "4 x big", "small": "1 x big"}
+
+
+def test_a_promised_job_is_not_reallocated_if_that_would_cost_it_the_deadline():
+    """It could grow while it is alone, and would have to shrink again for another job: two reallocations of 60 s."""
+    tight = fleets.submitted("tight", SCALES, deadline_s=10_000 * 4.0 + 300 + 60 + 50, num_steps=10_000)
+    loose = fleets.submitted("loose", SCALES, deadline_s=10_000 * 4.0 + 300 + 60 + 200, num_steps=10_000)
+    for job, grown in ((tight, "1 x big"), (loose, "4 x big")):
+        state, _ = fleets.after(fleets.new_state(ONE_NODE), job)
+        assert state.find(job.job.name).promised == Cell(kind="big", num_devices=1)
+        state, _ = schedule(state, Ticked(time_s=300.0))
+        assert fleets.cells(state) == {job.job.name: grown}
+        state, _ = schedule(state, Started(time_s=360.0, job=job.job.name, attempt=1))
+        assert schedule(state, Ticked(time_s=600.0))[1] == ()
+
+
+def test_only_the_policy_that_keeps_deadlines_promises_them():
+    job = fleets.submitted("a", SCALES, deadline_s=30_000.0, num_steps=10_000)
+    for policy in POLICIES:
+        state, _ = fleets.after(fleets.new_state(ONE_NODE, policy=policy), job)
+        assert (state.find("a").promised is not None) == (policy == "price")
+
+
+def test_where_cells_do_not_pack_the_job_that_is_worth_less_waits():
+    """A node of four devices: for three of them, worth 40 times as much as the job that could use all four."""
+    small = fleets.submitted("small", {("big", 1): 1.0})
+    worth_more = fleets.submitted("more", {("big", 3): 1.0}, num_steps=10)
+    worth_less = fleets.submitted("less", {("big", 4): 1.0}, priority="low")
+    state, _ = fleets.after(fleets.new_state(fleets.fleet({"big": [2, 4, 2]})), small, worth_more, worth_less)
+    state, _ = fleets.at(0.0, state)
+    assert fleets.cells(state) == {"small": "1 x big", "more": "3 x big", "less": ""}
+    report = state.last_round
+    assert report.bound > report.utility + 0.07  # of an allocation by numbers alone, in which all would run
 
 
 def test_a_job_that_its_teams_limit_keeps_out_forever_blocks_no_lease():
@@ -440,6 +701,20 @@ def _trace(num_jobs: int, num_steps: int = 3000, gap_s: float = 600.0) -> Trace:
 
 
 MIXED = fleets.fleet({"big": [4, 4], "small": [2, 2]})
+
+
+@pytest.mark.parametrize("policy", ["gavel", "gavel-max-min"])
+def test_gavel_has_no_rounds_while_every_job_has_its_fastest_cell_of_the_requested_size(policy):
+    machines = fleets.fleet({"big": [4], "small": [4]})
+    times = {("big", 2): 1.0, ("small", 2): 2.0, ("big", 4): 0.5}
+    state, _ = fleets.after(fleets.new_state(machines, policy=policy), fleets.submitted("a", times))
+    state, _ = fleets.at(0.0, state)
+    assert fleets.cells(state) == {"a": "2 x big"}
+    assert state.next_round_s is None
+    others = [fleets.submitted(name, times, 10.0) for name in "bc"]
+    state, _ = fleets.at(10.0, fleets.after(state, *others)[0])
+    assert "2 x small" in fleets.cells(state).values()  # one of them is not where it is fastest, and takes turns
+    assert state.next_round_s is not None
 
 
 @pytest.mark.parametrize("policy", POLICIES)
@@ -522,6 +797,18 @@ def test_nobody_starves_with_leases():
         waits[leases] = timeline.jobs[0].longest_wait_s / 3600
     assert waits[True] < 12
     assert waits[False] > 20
+
+
+def test_of_jobs_that_have_waited_equally_long_the_first_is_due_first():
+    """The simulator checks every wait: it must count the jobs that are ahead as leases serve them, not by name."""
+    times = (StepTime(kind="big", num_devices=4, step_s=1.0),)
+    jobs = tuple(
+        TraceJob(job=Job(name=f"job{number}", num_steps=50_000), arrival_s=0.0, num_steps=50_000, times=times)
+        for number in range(12)
+    )
+    options = SchedulerOptions(realloc_s=0.0, starvation_s=3600.0, lease_s=1800.0)
+    timeline = simulate_fleet(Trace(name="at once", jobs=jobs), ONE_NODE, options).timeline
+    assert all(job.completion_s > 0 for job in timeline.jobs)
 
 
 def test_leases_leave_devices_to_short_jobs_and_one_lease_is_always_in_progress():

@@ -3,13 +3,20 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
+from spindle.artifact import artifact_text
+from spindle.cli.fleet.submission import Prepared, fitting
 from spindle.cli.main import run
-from spindle.fleet import arena_fleet, arena_trace, elasticflow_trace
+from spindle.fleet import Job, SchedulerOptions, State, arena_fleet, arena_trace, elasticflow_trace
+from spindle.fleet.estimates import bound_estimates, workload_step
+from spindle.fleet.fleet_file import fleet_named
 from spindle.fleet.public_traces import arena_models
+from spindle.fleet.store import Submission
+from spindle.recipes import RECIPES
 
 TRACES = Path(__file__).resolve().parents[3] / "shared" / "traces"
 JOBS = [
@@ -58,7 +65,7 @@ def test_a_trace_is_simulated_recorded_replayed_and_explained(trace, tmp_path, c
 def test_all_policies_are_compared_in_one_table(trace, capsys):
     assert run(["fleet", "compare", trace, "--fleet", "a100x8,l40sx8", "--error", "0.1"]) == 0
     text = capsys.readouterr().out
-    for name in ("price", "sia", "crius", "gavel", "backfill", "fcfs", "JCT mean, h", "longest wait, h"):
+    for name in ("price", "sia", "crius", "gavel", "backfill", "fcfs", "JCT, h: mean", "longest wait, h"):
         assert name in text
 
 
@@ -86,6 +93,16 @@ name = "vision"
 """
 
 
+def test_what_a_trace_or_a_cell_may_have_is_said_where_it_has_something_else(tmp_path, capsys):
+    path = tmp_path / "jobs.jsonl"
+    path.write_text(json.dumps({**JOBS[0], "prio": "high"}))
+    assert run(["fleet", "simulate", str(path), "--fleet", "a100x8,l40sx8"]) == 2
+    text = capsys.readouterr().err
+    assert "line 1: unknown column 'prio'; the columns are name, time_s, num_steps, times, model, requested" in text
+    assert run(["fleet", "estimate", "clip-4", "--fleet", "a100x8,l40sx8", "--count", "5"]) == 2
+    assert "a job may have 1, 2, 3, 4, 6, 8 of A100-80GB; 1, 2, 3, 4, 6, 8 of L40S" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(
     ("line", "message"),
     [
@@ -106,6 +123,14 @@ def test_a_bad_trace_is_refused_in_one_line(line, message, tmp_path, capsys):
     path = tmp_path / "jobs.jsonl"
     path.write_text(line if isinstance(line, str) else json.dumps(line))
     _refused(["fleet", "simulate", str(path), "--fleet", "a100x8"], message, capsys)
+
+
+def test_a_job_that_its_teams_limit_keeps_out_forever_is_refused(tmp_path, capsys):
+    machines, path = tmp_path / "fleet.toml", tmp_path / "jobs.jsonl"
+    machines.write_text(FLEET + "limits = {a100 = 2}")
+    path.write_text(json.dumps(JOBS[0] | {"team": "vision", "times": [["a100", 4, 1.0]], "requested": ["a100", 4]}))
+    message = "it needs at least 4 x A100-80GB, and its team 'vision' may have 2 x A100-80GB at most"
+    _refused(["fleet", "simulate", str(path), "--fleet", str(machines)], message, capsys)
 
 
 def test_a_trace_out_of_order_is_refused(tmp_path, capsys):
@@ -141,7 +166,7 @@ def test_a_bad_fleet_is_refused_in_one_line(text, message, trace, tmp_path, caps
         (["simulate", "TRACE", "--fleet", "a100x8", "--policy", "best"], "no policy is called 'best'; there are price"),
         (["simulate", "TRACE", "--fleet", "a100x8,l40sx8", "--objective", "fun"], "unknown objective 'fun'"),
         (["simulate", "none.jsonl", "--fleet", "a100x8"], "none.jsonl: no such file"),
-        (["estimate", "clip-4", "--fleet", "a100x8", "--count", "0"], "needs at least 1 device, got a count of 0"),
+        (["estimate", "clip-4", "--fleet", "a100x8", "--count", "0"], "--count: a job needs at least 1 device, got 0"),
         (["estimate", "clip-4", "--fleet", "a100x8", "--kinds", "tpu"], "unknown kind of device 'tpu'"),
         (["estimate", "clop", "--fleet", "a100x8"], "expected a training script"),
         (["estimate", "clip-4", "--fleet", "a100x8", "--profile", "a100"], "expected KIND=PROFILE.json"),
@@ -253,3 +278,28 @@ def _requested_s(job):
         if (time.kind, time.num_devices) == (job.job.requested_kind, job.job.requested_devices)
     ]
     return step_s
+
+
+def test_a_deadline_is_promised_in_the_least_cell_that_meets_it():
+    """The largest cell is planned first, as any job's; those whose bound is too slow are not planned at all."""
+    machines = fleet_named("a100x4")
+    workload = RECIPES["clip-4"].workload()
+    submission = Submission(
+        command=("train.py",),
+        is_script=True,
+        folder="/",
+        logs="/logs",
+        environment={},
+        workload=json.loads(artifact_text("workload", workload)),
+    )
+    free = Job(name="a", num_steps=1000)
+    bounds = bound_estimates(workload_step(workload), machines, free)
+    alone_s = next(bound.step_s for bound in bounds if bound.cell.num_devices == 1)
+    state = State(fleet=machines, options=SchedulerOptions(realloc_s=0.0, max_interval_s=30.0))
+    job = replace(free, deadline_s=1000 * alone_s - 1.0 + 30.0)
+    prepared = fitting(state, Prepared(job=job, estimates=bounds, submission=submission))
+    assert [plan.cell.num_devices for plan in prepared.plans] == [4, 2]
+    assert prepared.promise == "the deadline will be met, on 2 x A100-80GB or better"
+    late = fitting(state, Prepared(job=replace(free, deadline_s=31.0), estimates=bounds, submission=submission))
+    assert [plan.cell.num_devices for plan in late.plans] == [4]
+    assert late.promise.startswith("the deadline will be missed by about")

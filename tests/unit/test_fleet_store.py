@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import json
 import sqlite3
+import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from fleets import fleet, submitted
+from spindle.artifact import to_json
 from spindle.cli.main import run
 from spindle.errors import InputError, StoreError
 from spindle.fleet import Cell, NodeShare, Plan, SchedulerOptions, Start, State, Ticked, schedule
-from spindle.fleet.event_log import action_line, read_event_log, replay
-from spindle.fleet.live import FleetClock
+from spindle.fleet.event_log import action_line, latest_state, read_event_log, replay
+from spindle.fleet.journal import FleetClock
 from spindle.fleet.store import AttemptRecord, Store, StoredPlan, Submission, network_file_system
 
 MACHINES = fleet({"big": [4, 4], "small": [2]})
@@ -49,8 +53,20 @@ def test_recorded_events_are_replayed_byte_for_byte(store, capsys):
         text for _, texts in log.entries for text in texts
     ]
     assert run(["fleet", "replay", str(store.path)]) == 0
+    assert run(["fleet", "replay", "--store", str(store.path)]) == 0
+    assert run(["fleet", "nodes", "--store", str(store.path)]) == 0
     assert run(["fleet", "explain", str(store.path), "a"]) == 0
     assert capsys.readouterr().out.startswith("the same: 3 events, 2 actions")
+
+
+def test_a_store_whose_snapshot_another_version_wrote_is_replayed_from_its_first_event(store):
+    state = filled(store)
+    written = to_json(state)
+    written["jobs"] = [{**job, "trained_s": 1.0} for job in written["jobs"]]
+    store.write_snapshot(json.dumps(written))
+    assert latest_state(store) == state
+    store.write_snapshot(json.dumps(to_json(replace(state, now_s=9.0))))  # one that can be read is used
+    assert latest_state(store).now_s == 9.0
 
 
 def test_a_reader_beside_the_scheduler_sees_every_event_with_its_actions(store, monkeypatch):
@@ -213,3 +229,38 @@ def test_the_clock_of_a_fleet_never_goes_back(monkeypatch):
 
 def test_a_local_folder_is_not_on_a_network(tmp_path):
     assert network_file_system(Path(tmp_path)) == ""
+
+
+def test_a_store_on_a_network_file_system_has_no_write_ahead_log_and_up_says_so(tmp_path, monkeypatch, capsys):
+    mounts = (
+        "22 1 8:1 / / rw,relatime shared:1 - ext4 /dev/sda1 rw\n"
+        f"40 22 0:40 / {tmp_path} rw,relatime shared:2 - nfs4 server:/export rw\n"
+    )
+    read_text = Path.read_text
+
+    def patched(path, *arguments, **options):
+        return mounts if str(path) == "/proc/self/mountinfo" else read_text(path, *arguments, **options)
+
+    monkeypatch.setattr(Path, "read_text", patched)
+    path = tmp_path / "fleet.db"
+    assert network_file_system(path) == "nfs4"
+    Store.create(path, MACHINES, SchedulerOptions()).close()
+    connection = sqlite3.connect(path)
+    assert connection.execute("PRAGMA journal_mode").fetchone() == ("delete",)
+    connection.close()
+
+    def no_engine(store):
+        raise InputError("no engine")
+
+    monkeypatch.setattr("spindle.fleet.machines.open_engine", no_engine)
+    assert run(["fleet", "up", "--store", str(path)]) == 2
+    error = " ".join(capsys.readouterr().err.split())
+    assert "is on a network file system (nfs4): it is written without a write-ahead log, slower" in error
+
+
+def test_without_the_extra_up_says_what_to_install_and_makes_no_store(tmp_path, monkeypatch, capsys):
+    monkeypatch.setitem(sys.modules, "ray", None)  # importing it fails
+    path = tmp_path / "fleet.db"
+    assert run(["fleet", "up", "--store", str(path), "--fake", "a100x2"]) == 2
+    assert "pip install 'spindle-train[fleet]'" in capsys.readouterr().err
+    assert not path.exists()

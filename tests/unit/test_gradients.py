@@ -28,11 +28,11 @@ def test_what_was_summed_before_does_not_come_back():
     gradients = Gradients([bucket])
     bucket[0].grad = torch.tensor([1.0])
     gradients.gathered(0).mul_(5)  # as a sum over ranks does
-    gradients.spread(0, [2, 1])
+    gradients.set_from_bucket(0, [2, 1])
     assert [parameter.grad.tolist() for parameter in bucket] == [[5], [0]]
     bucket[0].grad, bucket[1].grad = None, torch.tensor([7.0])
     assert gradients.gathered(0).tolist() == [0, 7, 0, 1]
-    gradients.spread(0, [0, 1])
+    gradients.set_from_bucket(0, [0, 1])
     assert bucket[0].grad is None
     assert bucket[1].grad.tolist() == [7]
 
@@ -56,7 +56,7 @@ def test_types_may_be_mixed_in_a_bucket():
         assert gradients.place(parameter).dtype == parameter.dtype
         parameter.grad = torch.full_like(parameter, 1.5)
     assert gradients.gathered(0).dtype == torch.float32
-    gradients.spread(0, [1, 1])
+    gradients.set_from_bucket(0, [1, 1])
     assert [parameter.grad.dtype for parameter in bucket] == [torch.bfloat16, torch.float32]
     assert [parameter.grad.item() for parameter in bucket] == [1.5, 1.5]
 

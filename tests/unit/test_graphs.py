@@ -12,8 +12,10 @@ torch = pytest.importorskip("torch")
 from torch import nn  # noqa: E402
 
 from replay import graphs_without_cuda  # noqa: E402
+from spindle.run.captured_slot import Chunk, SlotOutput  # noqa: E402
 from spindle.run.gradients import Gradients  # noqa: E402
-from spindle.run.graphs import Chunk, GraphMemory, Graphs, SlotOutput  # noqa: E402
+from spindle.run.graph_memory import GraphMemory  # noqa: E402
+from spindle.run.graphs import Graphs  # noqa: E402
 from spindle.run.step import Piece  # noqa: E402
 
 STEPS = 3

@@ -16,7 +16,7 @@ from spindle.cluster import PRESETS, cluster_named, read_cluster_file
 from spindle.errors import ClusterError, InputError, WorkloadError
 from spindle.graph import metagraph_of
 from spindle.recipes import RECIPES
-from spindle.workload import Call, Task, Workload
+from spindle.workload import Call, Task, Workload, read_workload, write_workload
 
 sys.path.append(str(Path(__file__).resolve().parents[2] / "benchmarks"))
 from paper_cells import CELLS
@@ -164,6 +164,14 @@ def test_a_cluster_of_mixed_kinds_is_refused_for_one_workload():
 
     with pytest.raises(ClusterError, match=r"mixes A800-80GB, H100-SXM"):
         _ = Cluster(name="mixed", islands=mixed).kind
+
+
+@pytest.mark.parametrize("name", list(RECIPES))
+def test_a_workload_read_from_its_file_has_the_same_fingerprint(name, tmp_path):
+    workload = RECIPES[name].workload()
+    write_workload(tmp_path / "workload.json", workload)
+    read = read_workload(tmp_path / "workload.json")
+    assert metagraph_of(read).fingerprint == metagraph_of(workload).fingerprint
 
 
 @pytest.mark.parametrize("name", list(RECIPES))

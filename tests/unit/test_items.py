@@ -118,10 +118,16 @@ def task_of(items):
     ("items", "batch", "message"),
     [
         ({"x": "n", "y": 1}, {"x": 4, "n": [4]}, r"names an entry that a batch lacks; it has 'x', 'n'"),
-        ({"x": "n"}, {"x": 4}, r"needs an integer tensor 'n' with the rows of each item, got NoneType"),
+        (
+            {"x": "n"},
+            {"x": 4},
+            r"needs integers 'n', the rows of each item, in a tensor with one dimension, got a None",
+        ),
+        ({"x": "n"}, {"x": 4, "n": [1.5, 2.5]}, r"needs integers 'n', .*, got a tensor of float32 with shape \(2,\)"),
+        ({"x": "n"}, {"x": 4, "n": [[2], [2]]}, r"in a tensor with one dimension, got a tensor of int64 with shape"),
         ({"x": "n"}, {"x": 5, "n": [2, 2]}, r"'n' adds up to 4, but 'x' has 5 rows"),
         ({"x": "n"}, {"x": 4, "n": [4, 0]}, r"item 1 has 0 rows of 'x'; leave items without rows out"),
-        ({"x": "n", "y": 1}, {"x": 4, "n": [2, 2], "y": 3}, r"'y' has 3 rows and the batch 2 items"),
+        ({"x": "n", "y": 1}, {"x": 4, "n": [2, 2], "y": 3}, r"'y' has 3 rows and the batch 2 items; give it one"),
         ({"x": "n"}, {"x": "image", "n": [4]}, r"items=\{'x': 'n'\} needs a tensor with rows for each item, got a str"),
     ],
 )
@@ -136,6 +142,8 @@ def test_items_of_a_batch_are_checked(items, batch, message):
 def test_items_are_declared_by_names_or_one():
     with pytest.raises(WorkloadError, match=r"items=\{'x': 2\}\): expected the name of the entry"):
         task_of({"x": 2})
+    with pytest.raises(WorkloadError, match=r"items=\['x'\]\): expected a dict of entries of a batch"):
+        task_of(["x"])
     with pytest.raises(TrainingError, match="got a list; let its loader yield dicts"):
         lengths_in(task_of({"x": 1}), [1])
 

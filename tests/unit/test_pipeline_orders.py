@@ -9,7 +9,7 @@ from hypothesis import given, settings
 import pipelines
 from spindle.planners.bounds import bound_ns
 from spindle.planners.pipeline.orders import encoders_in_bubbles, interleaved, one_forward_one_backward, zero_bubble
-from spindle.planners.pipeline.segments import BACKWARD, FORWARD, Segments, table_of, without_choices
+from spindle.planners.pipeline.segments import BACKWARD, FORWARD, Segments, table_of
 from spindle.planners.pipeline.walk import Walk, soonest, walk_soonest
 
 
@@ -18,7 +18,7 @@ def chunks(num_ranks: int, num_microbatches: int, num_chunks: int) -> Segments:
     pairs = num_microbatches * num_chunks
     shape = (pairs, num_ranks)
     microbatch = np.repeat(np.arange(num_microbatches), num_chunks)
-    return without_choices(
+    return pipelines.without_choices(
         microbatch=microbatch,
         group=microbatch,
         forward_ns=np.full(shape, 10),

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 import pipelines
 from spindle.errors import DoesNotFitError
 from spindle.planners.bounds import bound_ns
-from spindle.planners.pipeline.evaluate import bases_of, evaluate, load_of, scratch_of
+from spindle.planners.pipeline.evaluate import bases_of, evaluate, load_of, scratch_of, starting_orders
 from spindle.planners.pipeline.gates import SAFE, least_caps, limits_of
 from spindle.planners.pipeline.interleave import interleave
 from spindle.planners.pipeline.retime import retime
@@ -36,6 +36,14 @@ def test_random_orders_of_vision_and_language_never_deadlock(cap):
         for base in range(len(load.base_gate)):
             assert evaluate(load, base, order, scratch) >= bound
             assert (scratch.peak <= limits).all()
+
+
+def test_no_starting_order_repeats_another_in_both_directions():
+    # Only passes of one direction compete, so how an order mixes the directions makes no difference.
+    orders = starting_orders(pipelines.vision_language())
+    assert len({tuple(tuple(order[order % 2 == direction]) for direction in range(2)) for order in orders}) == len(
+        orders
+    )
 
 
 @given(pipelines.pipelines(), st.integers(0, 99), st.integers(0, 20))

@@ -92,14 +92,37 @@ def test_a_plan_comes_back_from_its_file_equal(tmp_path):
     profile = small.two_towers()
     plan = make_plan(profile, "paper")
     write_plan(tmp_path / "plan.json", plan)
-    assert read_plan(tmp_path / "plan.json", profile.graph) == plan
+    assert read_plan(tmp_path / "plan.json", profile) == plan
+
+
+def test_a_plan_comes_back_from_its_text_file_and_a_mistake_in_it_is_named(tmp_path):
+    profile, path = small.two_towers(), tmp_path / "plan.txt"
+    plan = make_plan(profile, "paper")
+    write_plan(path, plan)
+    assert path.read_text() == format_plan(plan)
+    assert read_plan(path, profile).slots == plan.slots
+    path.write_text(path.read_text().replace("*", "*9", 1))
+    with pytest.raises(PlanError, match=r"plan\.txt, line 2: "):
+        read_plan(path, profile)
+
+
+def test_the_waves_of_a_text_need_not_follow_start_order_which_depends_on_measured_times():
+    for num_layers, order in (((4, 1), "abdc"), ((1, 4), "abcd")):
+        ops = [(name, 4, count, 1, 1) for name, count in zip("abcd", (*num_layers, 1, 1), strict=True)]
+        profile = small.linear_profile(ops, [("a", "c"), ("b", "d")], num_devices=2)
+        text = "a*{}@0 b*{}@1\nc*1@0\nd*1@1".format(*num_layers)
+        plan = small.plan(text, profile)
+        check(plan, profile)
+        assert "".join(slot.op for slot in plan.slots) == order
+        with pytest.raises(PlanError, match="wave 0: device 1 is used twice"):
+            check(small.plan(text.replace("@0 ", "@1 "), profile), profile)
 
 
 def test_a_plan_for_another_workload_is_refused(tmp_path):
     write_plan(tmp_path / "plan.json", make_plan(small.two_towers(), "sequential"))
     other = small.linear_profile(small.CASE_A, num_devices=4)
     with pytest.raises(PlanError, match="made for another workload"):
-        read_plan(tmp_path / "plan.json", other.graph)
+        read_plan(tmp_path / "plan.json", other)
 
 
 def test_a_plan_file_that_was_cut_off_is_refused_with_the_place(tmp_path):
@@ -108,4 +131,4 @@ def test_a_plan_file_that_was_cut_off_is_refused_with_the_place(tmp_path):
     text = (tmp_path / "plan.json").read_text()
     (tmp_path / "plan.json").write_text(text[: len(text) // 2])
     with pytest.raises(InputError, match=r"plan\.json, line \d+"):
-        read_plan(tmp_path / "plan.json", profile.graph)
+        read_plan(tmp_path / "plan.json", profile)

@@ -74,7 +74,7 @@ def all_pairs(both) -> list:
 def test_a_step_compared_with_itself_differs_in_nothing():
     timeline, program, graph = world()
     both = compare_step(timeline, timeline, program, graph)
-    assert both.step_ratio == 1
+    assert both.totals.step.ratio == 1
     assert both.module_error == 0
     assert all(pair.difference_s == 0 for pair in all_pairs(both))
 
@@ -82,7 +82,7 @@ def test_a_step_compared_with_itself_differs_in_nothing():
 def test_where_all_takes_twice_as_long_every_ratio_is_two():
     timeline, program, graph = world()
     both = compare_step(timeline, slower(timeline, 2), program, graph)
-    assert both.step_ratio == pytest.approx(2)
+    assert both.totals.step.ratio == pytest.approx(2)
     assert both.module_error == pytest.approx(1)
     ratios = [pair.ratio for pair in all_pairs(both) if pair.predicted_s]
     assert len(ratios) > 10
@@ -220,7 +220,7 @@ def test_where_nothing_was_predicted_or_measured_there_is_no_ratio_and_no_failur
     nothing = slower(timeline, 0)
     for predicted, measured in ((nothing, timeline), (timeline, nothing), (nothing, nothing)):
         both = compare_step(predicted, measured, program, graph)
-        assert both.step_ratio == (0 if predicted is timeline else None)
+        assert both.totals.step.ratio == (0 if predicted is timeline else None)
         assert both.module_error == (1 if predicted is timeline else None)
         assert "nan" not in shown(step_tables(both))
         charts = step_charts(predicted, measured, program, graph, 60)
@@ -294,7 +294,7 @@ def test_every_pair_has_its_ratio():
     assert both.totals.step.measured_s == 2 * both.totals.step.predicted_s
     assert [module.module for module in both.modules] == ["vision", "lm", "text"]
     assert all(row.backward.ratio == 2 for row in (*both.modules, *both.waves))
-    assert both.step_ratio == both.module_error + 1 == 2
+    assert both.totals.step.ratio == both.module_error + 1 == 2
 
 
 def test_both_charts_are_on_one_scale():

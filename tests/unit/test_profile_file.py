@@ -13,9 +13,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import small
+from spindle.artifact import json_text, to_json
 from spindle.cli.main import run
 from spindle.errors import InputError
-from spindle.launch.capture import ProfileCapture, capture_from
+from spindle.launch.capture import ProfileCapture, requested_capture
 from spindle.profile import (
     Curve,
     LayerSamples,
@@ -56,6 +57,11 @@ def test_a_profile_comes_back_from_its_file_equal(profile):
         write_profile(path, profile)
         assert read_profile(path) == profile
         assert read_profile(path).graph.fingerprint == profile.graph.fingerprint
+
+
+@given(profiles())
+def test_the_text_of_a_value_is_that_of_its_json(profile):
+    assert json_text(profile) == json.dumps(to_json(profile), sort_keys=True)
 
 
 @pytest.mark.parametrize(
@@ -188,10 +194,10 @@ def test_a_second_profile_is_the_first(tmp_path):
 @pytest.mark.parametrize("fresh", [True, False])
 def test_what_is_asked_for_reaches_the_script(tmp_path, monkeypatch, fresh):
     asked = ProfileCapture(output=tmp_path / "profile.json", fresh=fresh)
-    assert capture_from() is None
+    assert requested_capture() is None
     for name, value in asked.environment().items():
         monkeypatch.setenv(name, value)
-    assert capture_from() == asked
+    assert requested_capture() == asked
 
 
 def test_a_script_that_never_calls_fit_is_an_error(tmp_path):

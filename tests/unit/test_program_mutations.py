@@ -6,6 +6,7 @@ split backwards are changed in one place. Each kind of mutation must be refused,
 
 from __future__ import annotations
 
+import pickle
 import random
 from collections.abc import Callable
 from dataclasses import replace
@@ -32,6 +33,7 @@ from spindle.program import (
     OptimizerStep,
     Program,
     SyncGradients,
+    format_program,
     lower,
     verify,
 )
@@ -519,3 +521,12 @@ def test_every_mutation_of_a_program_is_refused(mutate, data):
     mutated = mutate(program, random.Random(data.draw(st.integers(0, 1_000_000))))
     with pytest.raises(ProgramError, match=MUTATIONS[mutate]):
         verify(mutated, profile)
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_a_program_comes_back_from_a_message_as_it_was(seed):
+    profile, program = random_program(seed)
+    received = pickle.loads(pickle.dumps(program))
+    assert received.plan == program.plan
+    assert format_program(received, profile) == format_program(program, profile)
+    verify(received, profile)

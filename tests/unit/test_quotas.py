@@ -68,7 +68,7 @@ def test_quotas_survive_text_and_file(tmp_path):
     assert "# quotas 64 16 52\n" in format_plan(plan)
     assert parse_plan(format_plan(plan), profile).quotas == plan.quotas
     write_plan(tmp_path / "plan.json", plan)
-    assert read_plan(tmp_path / "plan.json", profile.graph) == plan
+    assert read_plan(tmp_path / "plan.json", profile) == plan
     text = format_program(lower(plan, profile), profile)
     assert parse_program(text, profile).plan.quotas == plan.quotas
     write_profile(tmp_path / "profile.json", profile)
@@ -118,7 +118,7 @@ def test_a_file_whose_quotas_are_no_numbers_is_refused(tmp_path):
     write_plan(path, small.plan(f"# quotas 64 16 52\n{LANES}", profile))
     path.write_text(path.read_text().replace("64,", '"64",', 1))
     with pytest.raises(InputError, match=r'quotas\[0\]: expected a whole number, got "64"'):
-        read_plan(path, profile.graph)
+        read_plan(path, profile)
 
 
 def test_numbers_of_sms_that_cannot_be_are_refused():

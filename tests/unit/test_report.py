@@ -203,6 +203,13 @@ def test_a_chain_that_does_not_split_is_limited_by_its_path():
     assert "a → b" in limit_sentences(report)[0]
 
 
+def test_a_chain_of_launches_is_limited_by_its_path_though_more_devices_make_it_a_little_shorter():
+    ops = [{"name": name, "layers": 8, "time_s": {"1": 0.100001, "4": 0.1}} for name in "abc"]
+    report = bound_report(abstract_profile({"ops": ops, "edges": [["a", "b"]]}, small.devices(4)))
+    assert report.path_s < report.lp_s
+    assert report.limit == "path"
+
+
 def test_the_bound_that_is_explained_is_the_bound_of_plans():
     for profile in (small.two_towers(4), small.workload_profile({"a": ["vision", "lm"], "b": ["text", "lm"]})):
         report = bound_report(profile)

@@ -19,7 +19,7 @@ from spindle.cluster import Link, cluster_named  # noqa: E402
 from spindle.errors import PlanError, TrainingError  # noqa: E402
 from spindle.models import EmulatedTensorGroup, sequence_attention  # noqa: E402
 from spindle.profile import Curve, ItemTimes, Profile, all_to_all_s  # noqa: E402
-from spindle.program import most_slices, slice_bounds  # noqa: E402
+from spindle.program import max_slices, slice_bounds  # noqa: E402
 from spindle.run import CountedRows, ItemCode, ItemRows, SequenceCode, cut_slice, join_items, slice_rows  # noqa: E402
 from spindle.train.analyze import _analyzed  # noqa: E402
 from spindle.train.bind import bind, trace_all  # noqa: E402
@@ -36,11 +36,11 @@ def test_slices_cover_an_item_evenly_and_begin_at_multiples(length, alignment, n
     bounds = slice_bounds(length, num_slices, alignment)
     assert (bounds[0], bounds[-1], len(bounds)) == (0, length, num_slices + 1)
     assert all(bound % alignment == 0 for bound in bounds[:-1] if bound < length)
-    if num_slices <= most_slices(length, alignment):
+    if num_slices <= max_slices(length, alignment):
         sizes = [last - first for first, last in pairwise(bounds)]
         assert min(sizes) > 0
         assert max(sizes) - min(sizes) <= 2 * alignment - 1
-        assert max(sizes) == alignment * -(-most_slices(length, alignment) // num_slices) or num_slices == 1
+        assert max(sizes) == alignment * -(-max_slices(length, alignment) // num_slices) or num_slices == 1
 
 
 @settings(max_examples=200)

@@ -20,13 +20,14 @@ from spindle.errors import InputError
 from spindle.planners import make_plan
 from spindle.program import instances_of, lower
 from spindle.report import ShownTimeline, StepReport, page_html, read_run, run_report, step_page_data, write_run
-from spindle.report.causes import critical_path, last_needs
+from spindle.report.causes import last_needs
 from spindle.report.drawing import Box, figure_svg
 from spindle.report.html import SCRIPTS
 from spindle.report.step_drawing import curves_drawing, step_drawing, write_figure
-from spindle.report.sums import CLASSES, time_sums
+from spindle.report.sums import CLASSES
 from spindle.simulate import simulate
 from spindle.timeline import device_times, measure, unpack
+from step_sums import critical_path, time_sums
 
 PAGE = Path(__file__).resolve().parents[2] / "src/spindle/report/page"
 

@@ -48,7 +48,7 @@ def test_it_takes_a_small_part_of_the_bytes_of_a_trace(simulated):
 def test_a_file_that_is_cut_off_anywhere_is_refused_in_a_sentence(simulated):
     data = timeline_bytes(simulated[1])
     for length in range(len(data)):
-        with pytest.raises(InputError, match=r"^a.gz: .*(empty|cut off|no gzip)") as refusal:
+        with pytest.raises(InputError, match=r"^a.gz: .*(empty|cut off|not a gzip)") as refusal:
             timeline_from_bytes(data[:length], "a.gz")
         assert "\n" not in str(refusal.value)
 
@@ -98,7 +98,7 @@ def test_every_instruction_has_a_short_name_that_gives_it_back(simulated):
     for instruction in simulated[0].instructions:
         assert instruction_of_code(code(instruction)) == instruction
     for word in ("", "F", "Q1", "B1", "F1[0:2]", "U1", "F٣"):
-        with pytest.raises(ValueError, match="is no instruction"):
+        with pytest.raises(ValueError, match="is not an instruction"):
             instruction_of_code(word)
 
 

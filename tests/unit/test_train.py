@@ -177,8 +177,52 @@ def test_a_branch_on_the_number_of_samples_is_refused():
 
 def test_what_tracing_cannot_do_is_refused_with_the_line():
     text = bad_lines(lambda batch: ENCODER(batch["x"]).mean() * float(batch["x"].sum()))
-    assert "task 'bad', line" in text
+    assert "task 'bad', test_train.py, line" in text
     assert "it reads the value of a tensor" in text
+
+
+class Both(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.tower = nn.Linear(4, 3)
+
+    def forward(self, x):
+        a = self.tower(x)
+        return {"a": a, "b": (2 * a, 3 * a)}
+
+
+@pytest.mark.parametrize(
+    "loss",
+    [
+        lambda out: (lambda a, b: (a * b[1]).mean())(**out),
+        lambda out: (lambda x, y: (x - 2 * y).mean())(*out["b"]),
+        lambda out: sum(x.mean() for x in out["b"]) / len(out["b"]),
+        lambda out: sum(x.mean() for x in out["a"].T) / len(out["a"].T),
+        lambda out: out["a"].view(*out["a"].shape[:1], 3, -1).mean() if "a" in out and "c" not in out else None,
+        lambda out: sum(x.mean() for key, x in out.items() if key == "a") + sum(x.mean() for x in [*out.values()][:1]),
+    ],
+)
+def test_outputs_of_a_module_are_unpacked_as_in_python(loss):
+    both, example = module("both", Both()), {"x": torch.randn(2, 4)}
+    recorded = record(task(batch_size=2, name="unpacked")(lambda batch: loss(both(**batch))), example)
+    ours = recorded.loss(example, both.module(**example))
+    assert torch.allclose(ours, loss(both.module(**example)))
+    ours.backward()
+    assert both.module.tower.weight.grad.abs().sum() > 0
+
+
+def test_a_loop_over_a_length_that_changes_makes_another_variant():
+    handle = module("sums", nn.Linear(4, 4))
+    recording = task(batch_size=2, name="loop")(lambda batch: sum(x.mean() for x in handle(batch).unbind(1)))
+    lengths = [record(recording, torch.randn(2, length, 4)).decisions for length in (3, 5)]
+    assert lengths == [(3,), (5,)]
+
+
+def test_a_length_of_an_output_counts_no_batch():
+    handle = module("normed", nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4)))
+    recording = task(batch_size=3, name="length")(lambda batch: sum(x.mean() for x in handle(batch).unbind(1)))
+    record(recording, torch.ones(3, 4))  # batch normalisation needs two rows, and one less is tried, too
+    assert handle.module[1].num_batches_tracked == 0
 
 
 def test_two_modules_with_one_name_are_refused():

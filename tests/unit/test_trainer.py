@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
+import io
 import math
 import re
 import subprocess
@@ -14,19 +15,27 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
+from rich.console import Console  # noqa: E402
 from torch import nn  # noqa: E402
 from torch.utils.data import DataLoader  # noqa: E402
 
+import small as worlds  # noqa: E402
 import spindle  # noqa: E402
 import spindle.train.reporting as reporting  # noqa: E402
 from internals import guessed_profile  # noqa: E402
 from preloaded import run_spindle  # noqa: E402
 from spindle.cluster import SmGroups  # noqa: E402
 from spindle.errors import PlanError, SpindleError, TrainingError, WorkloadError  # noqa: E402
+from spindle.graph import metagraph_of  # noqa: E402
+from spindle.launch import variables  # noqa: E402
 from spindle.launch.capture import WorkloadCapture, active_capture, capturing  # noqa: E402
+from spindle.plan import write_plan  # noqa: E402
 from spindle.planners import make_plan  # noqa: E402
-from spindle.profile import SmTimes  # noqa: E402
+from spindle.profile import SmTimes, write_profile  # noqa: E402
+from spindle.program import lower  # noqa: E402
 from spindle.report import loss_text, read_run, run_report, step_page_data  # noqa: E402
+from spindle.train.progress import Progress  # noqa: E402
+from spindle.train.result import result_without_steps  # noqa: E402
 from spindle.workload import read_workload  # noqa: E402
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -186,6 +195,10 @@ def test_random_layers_repeat_under_one_seed_and_differ_from_step_to_step():
     [
         (rows(5, 5), r"no tensor of its batch has 4 rows, its batch_size; got \['x'\] \(5, 3\)"),
         (rows(4, 5), r"its loader gave a batch of 5 samples, expected 4"),
+        (
+            DataLoader([{"x": torch.ones(3)}] * 6, 2),
+            r"2 samples, expected 4, its batch_size\. Both count the samples of",
+        ),
         (rows(4, 3, 4), r"its loader gave a batch of 3 samples, expected 4"),
         ([{"x": "words"}], r"no tensor of its batch has 4 rows, its batch_size; got no tensor at all"),
         ([], r"its loader yields no batch"),
@@ -278,7 +291,7 @@ def test_a_plan_with_lanes_runs_on_a_cpu_with_one_notice(capsys):
     assert all(torch.equal(*pair) for pair in zip(*trained, strict=True))
 
 
-def test_quotas_are_refused_where_there_are_no_sms():
+def test_quotas_are_refused_where_there_are_no_sms(capsys):
     _, task = small()
     text = "# quotas 64 64\npull/encoder#0[0:1]*1@0\npull/encoder#0[1:2]*1@0\npull/loss[0:1]*1@0|1"
     with pytest.raises(PlanError, match=r"does not say how the SMs of .* can be split; measure with Planning\(quotas"):
@@ -301,10 +314,11 @@ def test_quotas_are_refused_where_there_are_no_sms():
         spindle.Trainer([task], optimizer=sgd, planning=spindle.Planning(plan=text, profile=with_sms)).fit(
             {"pull": rows(4)}, steps=1, progress=False
         )
-    # Where nothing can share a device, they change nothing.
     trainer = spindle.Trainer([task], optimizer=sgd, planning=spindle.Planning(quotas=True))
-    trainer.fit({"pull": rows(4)}, steps=1, progress=False)
+    capsys.readouterr()
+    trainer.fit({"pull": rows(4)}, steps=1)
     assert trainer.plan.quotas == ()
+    assert "has no effect here: quotas of SMs are for one process with a GPU, and CPUs" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
@@ -313,12 +327,49 @@ def test_quotas_are_refused_where_there_are_no_sms():
         (lambda named: torch.optim.LBFGS([p for _, p in named]), "LBFGS updates all parameters together"),
         (lambda named: torch.optim.SGD([torch.zeros(1, requires_grad=True)], 0.1), "that were not given to it"),
         (lambda named: None, "must return a torch optimizer, got NoneType"),
+        (
+            torch.optim.SGD([torch.zeros(1, requires_grad=True)], 0.1),
+            "expected optimizer=, a function .* got SGD; each",
+        ),
     ],
 )
 def test_an_optimizer_that_cannot_be_split_is_refused(optimizer, message):
     _, task = small()
     with pytest.raises(TrainingError, match=message):
         fit(task, rows(4), steps=1, optimizer=optimizer)
+
+
+def test_parameters_that_the_optimizer_leaves_out_are_named():
+    _, task = small()
+    trainer = spindle.Trainer([task], optimizer=lambda named: sgd(named[:1]))
+    trainer.fit({"pull": rows(4)}, steps=1, progress=False)
+    shown = "leaves out 3 parameters that require gradients (encoder.0.bias, encoder.1.weight, encoder.1.bias): they"
+    assert any(shown in notice for notice in trainer.notices)
+    trainer = spindle.Trainer([task], optimizer=sgd)
+    trainer.fit({"pull": rows(4)}, steps=1, progress=False)
+    assert not any("leaves out" in notice for notice in trainer.notices)
+
+
+def test_two_parameters_with_one_name_are_refused():
+    first = spindle.module("tower", nn.Sequential(nn.Linear(8, 4)))
+    second = spindle.module("tower.0", nn.Linear(8, 4))
+
+    @spindle.task(batch_size=4)
+    def both(batch):
+        return (first(batch["x"]) * second(batch["x"])).mean()
+
+    with pytest.raises(WorkloadError, match=r"two parameters are called 'tower\.0\.weight'"):
+        spindle.Trainer([both], optimizer=sgd).fit({"both": [{"x": torch.ones(4, 8)}]}, steps=1, progress=False)
+
+
+def test_what_a_trainer_cannot_use_is_refused_before_anything_runs():
+    _, task = small()
+    with pytest.raises(TrainingError, match=r"expected a list of tasks"):
+        spindle.Trainer(task, optimizer=sgd)
+    with pytest.raises(TrainingError, match=r"a function of the optimizer that returns a scheduler, got int"):
+        spindle.Trainer([task], optimizer=sgd, lr_scheduler=3)
+    with pytest.raises(TrainingError, match=r"fit\(steps=4\.0\): must be a whole number"):
+        spindle.Trainer([task], optimizer=sgd).fit({"pull": rows(4)}, steps=4.0)
 
 
 def test_tasks_and_loaders_must_match():
@@ -364,7 +415,7 @@ def test_an_error_on_the_first_batch_is_the_users_own():
     def pull(batch):
         return table(batch["t"]).mean()
 
-    with pytest.raises(WorkloadError, match=r"task 'pull', running pull/table.*\nIndexError: index out of range"):
+    with pytest.raises(WorkloadError, match=r"calling module 'table'.*\nIndexError: index out of range"):
         fit(pull, [{"t": torch.tensor([1, 9])}], steps=1)
 
 
@@ -484,7 +535,7 @@ def test_a_result_prints_losses_and_predicted_beside_measured(capsys, tmp_path):
     _, result = fit(task, rows(4), steps=6)
     result.print()
     shown = capsys.readouterr().out
-    for text in ("Losses over 6 steps", "pull", "predicted", "the median of 6", "samples/s", "print(full=True)"):
+    for text in ("Losses over 6 steps", "pull", "predicted", "of the last 5 steps", "samples/s", "print(full=True)"):
         assert text in shown
     assert len(shown.splitlines()) <= 25
     result.print(full=True)
@@ -493,6 +544,13 @@ def test_a_result_prints_losses_and_predicted_beside_measured(capsys, tmp_path):
         assert text in shown
     result.write_trace(tmp_path / "trace.json")
     assert "pull/encoder" in (tmp_path / "trace.json").read_text()
+
+
+def test_a_run_folder_that_cannot_be_written_is_refused_before_anything_is_measured(tmp_path):
+    (tmp_path / "run").touch()
+    trainer = spindle.Trainer([small()[1]], optimizer=sgd, run_folder=tmp_path / "run" / "a")
+    with pytest.raises(TrainingError, match=r"run_folder='.*/run/a'\): cannot be written \(Not a directory\)"):
+        trainer.fit({}, steps=1)
 
 
 def test_a_run_folder_holds_what_a_report_shows(tmp_path):
@@ -581,6 +639,34 @@ def test_another_plan_continues_from_the_weights_of_the_last():
     assert [*first.losses, *second.losses] == list(whole.losses)
 
 
+@pytest.mark.parametrize("handed", ["wavefront", "sequential"])
+def test_a_schedulers_plan_is_run_only_if_it_is_by_the_planner_of_the_script(handed, monkeypatch, tmp_path):
+    """A plan of a cell was made from the workload that the script wrote, by another process."""
+    with capturing(WorkloadCapture(output=tmp_path / "workload.json")):
+        spindle.Trainer([small()[1]], optimizer=sgd).fit({"pull": rows(4)}, steps=1, progress=False)
+    profile = guessed_profile(metagraph_of(read_workload(tmp_path / "workload.json")), 1)
+    plan = dataclasses.replace(make_plan(profile, handed), settings="by a scheduler")
+    write_plan(tmp_path / "plan.json", plan)
+    write_profile(tmp_path / "profile.json", profile)
+    monkeypatch.setenv(variables.PLAN, str(tmp_path / "plan.json"))
+    monkeypatch.setenv(variables.PLAN_PROFILE, str(tmp_path / "profile.json"))
+
+    def is_run(*, replan=None, **planning):
+        trainer = spindle.Trainer([small()[1]], optimizer=sgd, planning=spindle.Planning(**planning))
+        if replan is not None:
+            trainer.replan(planner=replan)
+        result = trainer.fit({"pull": rows(4)}, steps=1, progress=False)
+        assert result.plan.planner == (replan or planning.get("planner", "wavefront"))
+        return result.plan.settings == "by a scheduler"
+
+    assert is_run() == (handed == "wavefront")
+    assert is_run(planner="sequential") == (handed == "sequential")
+    assert not is_run(planner="pipeline")
+    assert not is_run(replan="paper")
+    assert not is_run(planner="sequential", profile=guessed_profile)
+    assert not is_run(planner=handed, memory_limit_bytes=1 << 30)
+
+
 def test_another_plan_continues_with_the_optimizer_unless_it_is_to_start_anew():
     def losses(**options):
         _, pull = small()
@@ -604,7 +690,7 @@ def test_everything_that_can_be_imported_is_described():
         assert f"`spindle.{name}" in text or f"`@spindle.{name}" in text, name
         assert getattr(spindle, name).__doc__, name
     for function in (spindle.module, spindle.task, spindle.Planning, spindle.Trainer):
-        for argument in list(inspect.signature(function).parameters)[function in (spindle.module, spindle.Trainer) :]:
+        for argument in list(inspect.signature(function).parameters)[function is spindle.module :]:
             assert f"| `{argument}` |" in text or argument == "nn_module", (function, argument)
     methods = {name for name, _ in inspect.getmembers(spindle.Trainer) if not name.startswith("_")}
     assert all(re.search(rf"`{name}\b", text) for name in methods), methods
@@ -668,3 +754,32 @@ def test_a_capture_takes_the_workload_and_ends_the_script(tmp_path):
 def test_a_planner_that_does_not_exist_is_refused_before_anything_is_measured():
     with pytest.raises(TrainingError, match=r"planner='wavefrnt'\): no planner has that name; there are wavefront, "):
         spindle.Planning(planner="wavefrnt")
+
+
+@pytest.mark.parametrize("width", [60, 80, 120])
+def test_the_number_of_the_step_is_shown_whatever_losses_there_are(width):
+    shown = io.StringIO()
+    progress = Progress(True)
+    progress._console = Console(file=shown, force_terminal=True, width=width, color_system=None)
+    progress.training(1200)
+    progress.losses({f"a task with a long name {number}": 0.5 for number in range(6)})
+    progress.step(1170, 0.1, samples=64, idle=0.5)
+    progress.close()
+    lines = re.split(r"[\r\n]|\x1b\[2K", shown.getvalue())
+    (line, *_) = [line for line in lines if "1170" in line]
+    assert line.startswith("step 1170/1200 ")
+    assert len(line) <= width
+
+
+def test_a_predicted_speedup_is_doubted_if_the_step_took_much_longer_than_predicted(capsys):
+    profile = worlds.workload_profile({"a": ["vision", "lm"], "b": ["text", "lm"]}, num_devices=4)
+    program = lower(make_plan(profile, "paper"), profile)
+    result = result_without_steps(0, program.plan, profile, ())
+    for factor, is_doubted in ((1, False), (5, True)):
+        predicted = result.predicted
+        measured = dataclasses.replace(predicted, start=factor * predicted.start, end=factor * predicted.end)
+        steps = {"losses": ({"a": 1.0},), "step_s": (measured.makespan_s,), "num_samples": (1,)}
+        dataclasses.replace(result, measured=measured, **steps).print()
+        text = " ".join(capsys.readouterr().out.split())
+        assert "as fast as one module at a time, predicted" in text
+        assert ("do not rely on it: the step took 5 x as long as predicted" in text) == is_doubted

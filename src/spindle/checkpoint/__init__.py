@@ -1,4 +1,4 @@
-"""What is in a checkpoint, and is it complete? Folders, indexes and bytes; knows neither torch nor processes."""
+"""Checkpoints on disk: folders, indexes, bytes, and checks of them. Knows neither torch nor processes."""
 
 from spindle.checkpoint.attempts import claim, newest_attempt
 from spindle.checkpoint.export import export_safetensors

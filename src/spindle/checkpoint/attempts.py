@@ -1,9 +1,9 @@
-"""Which start of a job may commit checkpoints: only the newest one.
+"""Only the newest attempt of a job may commit checkpoints.
 
 A scheduler that loses contact with a job starts it again, perhaps on other hosts, and cannot know whether the first
-start has ended. It numbers the starts of a job, from 1, in SPINDLE_ATTEMPT. The number is a fencing token: a start
-records it in the folder of the checkpoints before it looks for one to resume from, and compares it before it renames a
-checkpoint to its final name. A start without a number goes on with the one that is recorded.
+attempt has ended. It numbers the attempts of a job, from 1, in SPINDLE_ATTEMPT. The number is a fencing token: an
+attempt records it in the folder of the checkpoints before it looks for one to resume from, and compares it before it
+renames a checkpoint to its final name. An attempt without a number takes the recorded one.
 """
 
 from __future__ import annotations
@@ -22,14 +22,15 @@ _DIGITS = 18
 
 
 def claim(folder: Path, environment: Mapping[str, str] = os.environ) -> int:
-    """Record this attempt as the newest of a folder, and return its number; 0 where attempts are not numbered. An
-    attempt that is older than the recorded one is refused."""
+    """Record this attempt as the newest of a folder, and return its number; 0 if attempts are not numbered. Raises a
+    SupersededError if a newer attempt is recorded."""
     text = environment.get(variables.ATTEMPT, "")
     if not text:
         return newest_attempt(folder)
     if not (text.isascii() and text.isdigit() and 0 < int(text[: _DIGITS + 1]) < 10**_DIGITS):
         raise InputError(f"expected a whole number from 1 in {variables.ATTEMPT}, got {text!r}")
-    # Written in place: a client of NFS sees new bytes when it opens a file, but may look up an old name for seconds.
+    # Written in place, not renamed: an NFS client sees new bytes when it opens a file, but may cache an old name for
+    # seconds.
     descriptor = os.open(folder / FILE, os.O_RDWR | os.O_CREAT, 0o666)
     try:
         with suppress(OSError):  # a file system without locks
@@ -43,7 +44,7 @@ def claim(folder: Path, environment: Mapping[str, str] = os.environ) -> int:
 
 
 def newest_attempt(folder: Path) -> int:
-    """The newest attempt that was recorded in a folder; 0 if there is none."""
+    """The newest attempt that is recorded in a folder; 0 if there is none."""
     try:
         return _parsed((folder / FILE).read_bytes(), folder)
     except FileNotFoundError:
@@ -51,12 +52,12 @@ def newest_attempt(folder: Path) -> int:
 
 
 def check_newest(folder: Path, attempt: int, newest: int | None = None) -> None:
-    """Refuse an attempt that is not the newest of a folder."""
+    """Raise a SupersededError unless this attempt is the newest of the folder."""
     newest = newest_attempt(folder) if newest is None else newest
     if newest > attempt:
         raise SupersededError(
-            f"{folder}: attempt {newest} of this job saves its checkpoints there, this is attempt {attempt}; it ends, "
-            "and saves nothing"
+            f"{folder}: attempt {newest} of this job saves its checkpoints there, so this one, attempt {attempt}, ends "
+            "without saving"
         )
 
 

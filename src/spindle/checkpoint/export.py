@@ -42,7 +42,7 @@ _CHUNK_BYTES = 64 << 20
 
 
 def exported_names(checkpoint: SavedCheckpoint) -> dict[str, str]:
-    """Names as in `Trainer.state_dict()`, with the tensors that they stand for; tied parameters have several."""
+    """Names as in `Trainer.state_dict()` → names of stored tensors; tied parameters have several names."""
     prefixes = ("parameter/", "buffer/")
     names = {name.partition("/")[2]: name for name in checkpoint.tensors if name.startswith(prefixes)}
     aliases = {alias: f"parameter/{name}" for alias, name in checkpoint.state.aliases.items()}

@@ -3,9 +3,9 @@
 Ranks write `rank-N.bin` and `rank-N.json` into `step-400.part`. Rank 0 joins the parts, writes index and state, and
 renames the folder. Files and folders are synced before that, so that what has its final name is on disk.
 
-Where a scheduler numbers the attempts of a job (`attempts`), attempt 7 writes into `step-400.attempt-7.part`, so that
-attempts that overlap never write into the same folder. A newer attempt first records its number, then renames what
-older ones have not finished: a rename of theirs fails from then on.
+If a scheduler numbers the attempts of a job (`attempts`), attempt 7 writes into `step-400.attempt-7.part`, so that
+concurrent attempts never write into the same folder. A newer attempt first records its number, then renames the
+unfinished folders of older ones, so that these can no longer rename them to a final name.
 """
 
 from __future__ import annotations
@@ -64,8 +64,8 @@ def write_part(
     boxes: Iterable[tuple[str, str, tuple[int, ...], Box, int, int]],
     fragments: Mapping[str, Any],
 ) -> None:
-    """Write a rank's bytes and the description of them. `boxes` have the name, dtype and shape of their tensor, and the
-    offset and length of their bytes. `fragments` are the other fields of a `Part`."""
+    """Write a rank's bytes and their description. Each of `boxes` has the name, dtype and shape of its tensor, the box,
+    and the offset and length of its bytes. `fragments` are the other fields of a `Part`."""
     file = DATA_FILE.format(rank=rank)
     tensors: dict[str, StoredTensor] = {}
     for name, dtype, shape, box, offset, length in boxes:
@@ -83,20 +83,21 @@ def write_part(
 
 
 def has_part(folder: Path, rank: int) -> bool:
-    """Whether a rank has written all of its part."""
+    """Whether a rank has finished writing its part."""
     return (folder / _PART_FILE.format(rank=rank)).exists()
 
 
 def finish(folder: Path, state: SavedState, artifacts: Mapping[str, str], attempt: int = 0) -> Path:
-    """Join the parts of all ranks, and give the checkpoint its final name, unless there is a newer attempt of the job.
-    `artifacts` are further files."""
+    """Join the parts of all ranks, and give the checkpoint its final name. Raises a SupersededError if there is a newer
+    attempt of the job. `artifacts` are texts of further files, by name."""
     partial, final = partial_folder(folder, state.step, attempt), folder / folder_name(state.step)
     paths = [partial / _PART_FILE.format(rank=rank) for rank in range(state.num_ranks)]
     parts = [from_json(Part, read_json_file(path), str(path)) for path in paths]
     data: dict[str, SavedLoader] = {}
-    for part in parts:  # the first rank that reads a task has its position
+    for part in parts:  # the position in a task's data is taken from the first rank that reads it
         data |= {task: entry for task, entry in part.data.items() if task not in data or data[task].position is None}
-    # A rank that runs no slot counts no updates, and its loss scale and learning-rate scheduler stand still.
+    # Ranks that run no slot count no updates, and their loss scale and learning-rate scheduler are out of date: take
+    # these from ranks with the most updates.
     counts = [part.extra.get("num_updates", state.num_updates) for part in parts]
     latest = [part.extra for part, count in zip(parts, counts, strict=True) if count == max(counts)]
     extra = {name: value for values in latest for name, value in values.items() if name != "num_updates"}
@@ -118,7 +119,7 @@ def finish(folder: Path, state: SavedState, artifacts: Mapping[str, str], attemp
         path.unlink()
     sync_folder(partial)
     check_newest(folder, attempt)
-    if final.exists():  # damaged, or of a run that took another course
+    if final.exists():  # damaged, or from a run that was resumed from an earlier step
         _remove(final)
     partial.rename(final)
     sync_folder(folder)
@@ -126,7 +127,7 @@ def finish(folder: Path, state: SavedState, artifacts: Mapping[str, str], attemp
 
 
 def state_text(state: SavedState, digests: Mapping[str, str]) -> bytes:
-    """The bytes of `state.json`, which end with their own digest."""
+    """The content of `state.json`, which ends with its own digest."""
     values = {field.name: to_json(getattr(state, field.name)) for field in fields(state)}
     content = json.dumps({"spindle": "checkpoint", "version": VERSION, "files": digests, **values}).encode()
     return content[:-1] + f',"sha256":"{hashlib.sha256(content).hexdigest()}"}}\n'.encode()
@@ -167,7 +168,8 @@ def read_index(folder: Path, digests: Mapping[str, str]) -> Index:
 
 
 def remove_unfinished(folder: Path) -> None:
-    """Remove what earlier runs left unfinished. An older attempt that is still writing cannot finish it any more."""
+    """Remove the unfinished checkpoints of earlier runs. An older attempt that is still writing one cannot finish it
+    any more."""
     for entry in list(folder.iterdir()) if folder.is_dir() else ():
         if _UNFINISHED.fullmatch(entry.name) and entry.is_dir():
             with suppress(FileNotFoundError):  # renamed by the attempt that wrote it
@@ -175,19 +177,19 @@ def remove_unfinished(folder: Path) -> None:
 
 
 def prune(folder: Path, keep: int | None, needed: Sequence[int] = (), damaged: Collection[int] = ()) -> None:
-    """Remove all checkpoints but the newest `keep`, and those that are still `needed`, by step. Those that are known to
-    be damaged do not count as kept."""
+    """Remove all checkpoints except the newest `keep` and the steps in `needed`. Checkpoints known to be damaged do not
+    count among the newest."""
     if keep is None:
         return
     steps = steps_in(folder)
-    kept = [step for step in steps if step not in damaged][-keep:]
+    newest = [step for step in steps if step not in damaged][-keep:]
     for step in steps:
-        if step not in kept and step not in needed:
+        if step not in newest and step not in needed:
             _remove(folder / folder_name(step))
 
 
 def _remove(folder: Path) -> None:
-    """Rename first: a checkpoint that has its name is complete."""
+    """Remove a folder, renaming it first, because a folder with the name of a checkpoint must be complete."""
     if folder.suffix != ".removed":
         doomed = folder.with_name(f"{folder.name}.removed")
         shutil.rmtree(doomed, ignore_errors=True)

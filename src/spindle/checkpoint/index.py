@@ -111,8 +111,8 @@ class Index:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SavedLoader:
-    """How many batches of a task were trained, where its loader is read next (None from a rank that does not read it),
-    and what another loader must have in common with it to go on from there."""
+    """How many batches of a task were trained, where its loader continues (None from a rank that does not read it), and
+    what another loader must have in common with it to continue from there."""
 
     num_batches: int
     position: Any
@@ -125,7 +125,7 @@ class SavedLoader:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SavedGroup:
-    """Parameters with the same settings of the optimizer."""
+    """Parameters with the same optimizer settings."""
 
     parameters: tuple[str, ...]
     settings: dict[str, Any]
@@ -148,24 +148,24 @@ class SavedState:
 
     step: int
     fit: int  # which call of Trainer.fit it was in, from 0
-    first_step: int  # of that fit
-    was_stopped: bool  # by Trainer.stop: the fit is over
+    first_step: int  # the first step of that call
+    was_stopped: bool  # Trainer.stop ended that call
     seed: int
     num_ranks: int
     tasks: tuple[str, ...]
     ended_tasks: tuple[str, ...]
     modules: tuple[str, ...]
     frozen: tuple[str, ...]  # parameters that were not trained
-    in_evaluation: tuple[str, ...]  # submodules
+    in_evaluation: tuple[str, ...]  # submodules in evaluation mode
     aliases: dict[str, str]  # further names of tied parameters → the name that they are stored under
     variants: dict[str, dict[str, str]]  # task → key → name
     checked: tuple[str, ...]  # task variants whose split loss was compared with the whole one
     data: dict[str, SavedLoader]  # by task
     random_state: Any
     num_updates: int
-    optimizer_values: dict[str, dict[str, Any]]  # by parameter: what is no tensor
+    optimizer_values: dict[str, dict[str, Any]]  # by parameter: optimizer state that is not a tensor
     groups: tuple[SavedGroup, ...]
-    frozen_groups: tuple[SavedGroup, ...]  # of parameters that are not trained now
+    frozen_groups: tuple[SavedGroup, ...]  # groups of parameters that are frozen now
     planning: str
     extra: dict[str, Any] = field(default_factory=dict)
     written_s: float = 0.0  # seconds since 1970
@@ -177,7 +177,7 @@ class SavedState:
         if self.first_step > self.step:
             raise CheckpointError(f"the fit cannot have begun with step {self.first_step}, after step {self.step}")
         if not 0 <= self.written_s < 1e11:
-            raise CheckpointError(f"{self.written_s:g} is no time at which it can have been written")
+            raise CheckpointError(f"it cannot have been written at {self.written_s:g} seconds since 1970")
         for keys in self.variants.values():
             for key in keys:
                 if not (key.isascii() and key.removeprefix("-").isdigit() and len(key) <= 40):
@@ -185,18 +185,18 @@ class SavedState:
 
 
 def is_plain_name(name: str) -> bool:
-    is_short = len(name) <= 100  # file systems have names of up to 255 bytes
+    is_short = len(name) <= 100  # file systems allow names of up to 255 bytes
     return bool(name) and is_short and name not in (".", "..") and not {"/", "\\", "\0"} & set(name)
 
 
 def text_of(box: Box) -> str:
-    """`[0:4, 16:32]`, as one would index it."""
+    """A box as an index expression: `[0:4, 16:32]`."""
     ranges = (f"{offset}:{offset + length}" for offset, length in zip(box.offsets, box.lengths, strict=True))
     return f"[{', '.join(ranges)}]"
 
 
 def joined(parts: Iterable[Part]) -> Index:
-    """The tensors of all parts, whose boxes must tile them."""
+    """The index of the tensors of all parts. Raises a CheckpointError unless their boxes tile each tensor."""
     tensors: dict[str, StoredTensor] = {}
     boxes: dict[str, list[StoredBox]] = {}
     for part in parts:

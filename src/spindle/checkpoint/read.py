@@ -16,11 +16,12 @@ from spindle.errors import CheckpointError, InputError
 from spindle.program import Box
 
 _CHUNK_BYTES = 16 << 20
-_NUMPY = {1: np.uint8, 2: np.uint16, 4: np.uint32, 8: np.uint64, 16: np.complex128}  # whatever the elements mean
+# The numpy dtype of each element size; elements are only copied, so what they mean does not matter.
+_NUMPY = {1: np.uint8, 2: np.uint16, 4: np.uint32, 8: np.uint64, 16: np.complex128}
 
 
 class SavedCheckpoint:
-    """The state and the tensors of one checkpoint. Bytes are read when they are asked for."""
+    """The state and the tensors of one checkpoint. The bytes of tensors are read on demand."""
 
     def __init__(
         self, folder: Path, state: SavedState, digests: Mapping[str, str], tensors: Mapping[str, StoredTensor]
@@ -34,12 +35,12 @@ class SavedCheckpoint:
         return sum(stored.length for tensor in self.tensors.values() for stored in tensor.boxes)
 
     def artifact(self, name: str) -> dict[str, Any] | None:
-        """One of the JSON files beside index and state."""
+        """The content of a further JSON file (`plan.json`, `profile.json`)."""
         return read_verified(self.folder, name, self._digests) if name in self._digests else None
 
     def check(self, share: int = 0, num_shares: int = 1) -> None:
-        """Read every byte, or one of several shares of them, and raise an error that names the first damaged file and
-        box."""
+        """Read every byte, or one of `num_shares` shares of them, and compare checksums. Raises a CheckpointError that
+        names the first damaged file and box."""
         for number, name in enumerate(self._digests):
             if number % num_shares == share:
                 read_verified(self.folder, name, self._digests)
@@ -66,7 +67,7 @@ class SavedCheckpoint:
         return crc32
 
     def read(self, name: str, box: Box) -> NDArray[Any]:
-        """A box of a tensor, as unsigned numbers of the size of its elements."""
+        """Read a box of a tensor, as unsigned numbers of the size of its elements."""
         tensor = self.tensors[name]
         dtype = _NUMPY[DTYPE_BYTES[tensor.dtype]]
         result: NDArray[Any] = np.empty(box.lengths, dtype)
@@ -95,8 +96,8 @@ def _inside(outer: Box, inner: Box) -> tuple[slice, ...]:
 
 
 def open_checkpoint(folder: Path) -> SavedCheckpoint:
-    """Read the state and the index of a checkpoint, and check that its files are as long as they say. Raises a
-    CheckpointError that names the first wrong file."""
+    """Read the state and the index of a checkpoint, and check the lengths of its files. Raises a CheckpointError that
+    names the first wrong file."""
     try:
         state, digests = read_state(folder / "state.json")
         index = read_index(folder, digests)
@@ -117,8 +118,8 @@ def open_checkpoint(folder: Path) -> SavedCheckpoint:
 
 
 def folder_of_step(folder: Path, step: int | None = None) -> Path:
-    """The folder of the newest checkpoint, or of that of a given step. The error for a missing step lists those there
-    are."""
+    """The folder of the newest checkpoint, or of a given step. The error for a missing step lists the existing
+    ones."""
     steps = steps_in(folder)
     if not steps:
         raise InputError(f"{folder}: has no checkpoint" if folder.is_dir() else f"{folder}: no such folder")

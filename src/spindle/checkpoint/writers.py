@@ -1,4 +1,4 @@
-"""Which rank writes which box: each box is written by one of the ranks that hold it, balanced by bytes."""
+"""Which rank writes which box of a checkpoint: one of the ranks that hold it, balanced by bytes."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ _BOX_BYTES = 16 << 20
 
 
 def writers_of(sharding: Sharding, element_bytes: Callable[[str], int]) -> dict[str, list[tuple[Box, int]]]:
-    """The boxes of every tensor, each with the rank that writes it, by name. `element_bytes` is the number of bytes
-    written per element of the tensor, including its optimizer state.
+    """Tensor name → its boxes, each with the rank that writes it. `element_bytes` gives the bytes written per element
+    of a tensor, including its optimizer state.
 
-    Greedy: large boxes first, each to the owning rank with the fewest bytes so far. Deterministic, so every rank
+    Greedy: large boxes first, each to the owning rank with the fewest bytes so far. Deterministic, so that every rank
     computes the same assignment without communication.
     """
     boxes: list[tuple[int, str, Box, tuple[int, ...]]] = []
@@ -57,7 +57,7 @@ def cut(box: Box, max_elements: int) -> Iterator[Box]:
 
 
 def checkpoint_bytes(program: Program, graph: MetaGraph) -> dict[int, int]:
-    """About how many bytes each rank writes of a checkpoint: parameters, and the optimizer's state of trained ones."""
+    """About how many bytes of a checkpoint each rank writes: parameters, and optimizer state of trainable ones."""
     numerics = graph.numerics
     weights = weight_sharding(program, graph)
     trained = optimizer_sharding(program, graph, weights)

@@ -18,10 +18,9 @@ def bound(
 ) -> None:
     """Compute how fast any plan can be, and what limits it.
 
-    The LP bound is for the whole graph and every plan that runs each layer over its whole batch at once; the paper's C*
-    goes level by level. Both are in folded time: forward and backward together, without transfers. A batch of a
-    multimodal model has one bound for all pipelines: every size of sub-microbatches, layout, placement of encoders and
-    order. Examples:
+    The LP bound covers all plans that run each layer over its whole batch at once; the paper's bound C* goes level by
+    level. Both count forward and backward together, without transfers. For a batch of a multimodal model, one bound
+    covers all pipelines: any size of sub-microbatches, layout, placement of encoders and order. Examples:
 
     spindle bound graph.json --devices 16
 

@@ -20,13 +20,14 @@ Folder = Annotated[
 
 def checkpoints(
     folder: Folder,
-    check: Annotated[bool, typer.Option("--check", metavar="", help="Read every byte of them.")] = False,
+    check: Annotated[
+        bool, typer.Option("--check", metavar="", help="Read every byte, to find damage inside files.")
+    ] = False,
     as_json: AsJson = False,
 ) -> int:
-    """List the checkpoints of a training, and say which are complete.
+    """List the checkpoints of a training run, and say which are complete.
 
-    If a checkpoint has missing, truncated or damaged files, the table says so and the exit code is 1. Damage inside a
-    file is found only with --check. Example:
+    If files of a checkpoint are missing, truncated or damaged, the table says so and the exit code is 1. Example:
 
     spindle checkpoints runs/a --check
     """

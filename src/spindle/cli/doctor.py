@@ -23,11 +23,12 @@ OK, LIMITED, MISSING = "ok", "limited", "missing"
 _MIN_TORCH = (2, 11)
 _MIN_SHARED_MEMORY = 256 << 20
 _LIMIT_S = 120.0
-_EXTRAS = {
-    "transformers": "Hugging Face models (spindle-train[hf])",
-    "tensorboard": "the TensorBoard writer (spindle-train[tensorboard])",
-    "wandb": "the Weights & Biases writer (spindle-train[wandb])",
-    "mlflow": "the MLflow writer (spindle-train[mlflow])",
+_EXTRAS = {  # by distribution; each of these is enough
+    ("transformers",): "Hugging Face models (spindle-train[hf])",
+    ("tensorboard",): "the TensorBoard writer (spindle-train[tensorboard])",
+    ("wandb",): "the Weights & Biases writer (spindle-train[wandb])",
+    ("mlflow", "mlflow-skinny"): "the MLflow writer (spindle-train[mlflow])",
+    ("ray",): "live fleets on Ray (spindle-train[fleet])",
 }
 
 
@@ -54,8 +55,8 @@ def doctor(
     """Check what this machine can train: Python, torch, GPUs, NCCL, MPS, links between ranks, cores, shared memory and
     caches.
 
-    Each line says what was found, what it allows, and the next step if something is missing. Links are measured by two
-    ranks that exchange messages, for a few seconds. The exit code is 1 where training cannot start. Examples:
+    Each line says what was found and what it allows, and what to do if something is missing. Two ranks exchange
+    messages for a few seconds to measure their link. The exit code is 1 if training cannot start. Examples:
 
     spindle doctor
 
@@ -171,7 +172,7 @@ def _check_mps() -> Check:
 
 
 def _check_links(num_gpus: int) -> Check:
-    """Two ranks exchange messages as the first fit would measure them: through NCCL where there are two GPUs."""
+    """Let two ranks exchange messages, as the first fit would measure them: through NCCL if there are two GPUs."""
     from spindle.display import num_bytes, seconds
 
     script = Path(__file__).parents[1] / "measure" / "environment.py"
@@ -249,16 +250,22 @@ def _check_cache(folder: Path) -> Check:
 
 
 def _check_extras() -> Check:
-    versions = {}
-    for name in _EXTRAS:
-        try:
-            versions[name] = version(name)
-        except PackageNotFoundError:
-            continue
-    value = ", ".join(f"{name} {number}" for name, number in versions.items()) or "none"
-    absent = [purpose for name, purpose in _EXTRAS.items() if name not in versions]
-    allows = f"not installed: {', '.join(absent)}" if absent else "all writers, Hugging Face models, fleets"
-    return Check(name="Extras", state=OK, value=value, allows=allows)
+    installed, absent = [], []
+    for distributions, purpose in _EXTRAS.items():
+        versions = [f"{name} {number}" for name in distributions if (number := _version(name))]
+        if versions:
+            installed.append(versions[0])
+        else:
+            absent.append(purpose)
+    allows = f"not installed: {', '.join(absent)}" if absent else "all writers, Hugging Face models, live fleets"
+    return Check(name="Extras", state=OK, value=", ".join(installed) or "none", allows=allows)
+
+
+def _version(distribution: str) -> str | None:
+    try:
+        return version(distribution)
+    except PackageNotFoundError:
+        return None
 
 
 def _table(checks: tuple[Check, ...]) -> Any:

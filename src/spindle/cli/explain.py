@@ -28,9 +28,10 @@ def explain(
 ) -> None:
     """Explain a plan: why each op got its devices.
 
-    For each op: its curve around the chosen numbers of devices, the bound's allocation, what ran at the same time,
-    where its inputs came from, and which ops share its weights. The machines are those of the plan by default. Of a
-    multimodal model: how level its modules are, and what other placements of its encoders would take. Examples:
+    For each op, it shows how its time scales around the chosen number of devices, how many devices the lower bound
+    gives it, what runs at the same time, where its inputs come from, and which ops share its weights. For a multimodal
+    model, it shows how evenly the modules load the devices, and how long the step would take with other placements of
+    the encoders. By default, the machines are those that the plan was made for. Examples:
 
     spindle explain graph.json plan.json --op vision
 
@@ -51,13 +52,13 @@ def explain(
         _explain_pipeline(given, plan_file, devices, cluster, batch, as_json)
         return
     profile = load_profile(given, *machines_of_plan(plan_file, given, devices, cluster))
-    made = load_plan(plan_file, profile)
-    explanations = explain_plan(made, profile, op)
+    plan = load_plan(plan_file, profile)
+    explanations = explain_plan(plan, profile, op)
     if as_json:
         show_json(
             {
-                "workload": made.workload,
-                "planner": made.planner,
+                "workload": plan.workload,
+                "planner": plan.planner,
                 "ops": [to_json(explanation) for explanation in explanations],
             }
         )

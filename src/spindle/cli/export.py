@@ -19,13 +19,16 @@ def export(
     step: Annotated[
         int | None,
         typer.Option(
-            "--step", metavar="N", help="The step of the checkpoint; the newest by default.", show_default=False
+            "--step",
+            metavar="N",
+            help="Export the checkpoint of this step. By default, the newest.",
+            show_default=False,
         ),
     ] = None,
 ) -> None:
     """Write the weights of a checkpoint as a safetensors file, for plain PyTorch.
 
-    It has the parameters and buffers of all modules, named MODULE.PATH as in Trainer.state_dict(). Example:
+    The file contains the parameters and buffers of all modules, named MODULE.PATH as in Trainer.state_dict(). Example:
 
     spindle export runs/a -o model.safetensors
     """

@@ -24,9 +24,9 @@ def init(
         "train.py"
     ),
 ) -> None:
-    """Write a training script that runs as it is, on a CPU too, with the places to change marked.
+    """Write a training script to start from: it runs as it is, even on a CPU, and marks the places to change.
 
-    two-tower is contrastive training of an image and a text tower, vlm fine-tunes a Hugging Face vision-language model,
+    two-tower trains an image and a text tower contrastively. vlm fine-tunes a Hugging Face vision-language model.
     multitask trains three tasks with shared encoders in one step. An existing file is not overwritten. Examples:
 
     spindle init two-tower -o train.py

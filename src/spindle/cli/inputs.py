@@ -9,14 +9,14 @@ from itertools import chain
 from pathlib import Path
 from typing import Any
 
-from spindle.artifact import artifact_from_json, read_json_file
+from spindle.artifact import artifact_from_json, read_json_file, read_text_file
 from spindle.cli.script import script_words, workload_of_script
 from spindle.cli.terminal import printable
 from spindle.cluster import MAX_DEVICES, Cluster, DeviceKind, Island, Link, cluster_named, read_cluster_file
 from spindle.display import count_of
 from spindle.errors import InputError, PlanError, ProfileError, SpindleError
 from spindle.graph import metagraph_of
-from spindle.plan import Plan, check, read_plan, spans
+from spindle.plan import Plan, check, is_text_file, ops_in, read_plan, spans
 from spindle.planners import (
     PLANNERS,
     Planner,
@@ -171,14 +171,17 @@ def with_sizes(plan: Plan, step: Step, profile: Profile) -> Plan:
 
 def profile_of_plan(path: Path, step: Step) -> Profile:
     """The profile of a step that a plan file was made for; by default the one with whole microbatches."""
-    fingerprint = read_json_file(path).get("fingerprint")
     profiles = chain((step.profile(sizes) for sizes in step.sizes), step.part_profiles())
+    if is_text_file(path):
+        ops = set(ops_in(read_text_file(path)))
+        return next((profile for profile in profiles if ops == profile.graph.positions.keys()), step.whole)
+    fingerprint = read_json_file(path).get("fingerprint")
     return next((profile for profile in profiles if profile.graph.fingerprint == fingerprint), step.whole)
 
 
 def load_plan(path: Path, profile: Profile, given: str = "") -> Plan:
     """Read a plan file, or what `spindle plan --json` printed; refuses one that is not legal for this profile."""
-    data = read_json_file(path)
+    data = {} if is_text_file(path) else read_json_file(path)
     is_other = data.get("workload") == profile.graph.name and data.get("fingerprint") != profile.graph.fingerprint
     if given in MODELS and is_other:  # only the batch differs
         raise InputError(
@@ -189,7 +192,7 @@ def load_plan(path: Path, profile: Profile, given: str = "") -> Plan:
         body = {key: value for key, value in data.items() if key not in REMARKS}
         plan = artifact_from_json(body, str(path), "plan", Plan)
     else:
-        plan = read_plan(path, profile.graph)
+        plan = read_plan(path, profile)
     _refuse_unprintable(str(path), [("workload", plan.workload), ("cluster", plan.cluster), ("planner", plan.planner)])
     try:
         check(plan, profile)

@@ -31,7 +31,7 @@ VirtualDevices = Annotated[
     typer.Option(
         "--virtual-devices",
         metavar="N",
-        help="Start this many processes on one GPU, each with a share of it.",
+        help="Start N processes on one GPU, each with a share of it.",
         show_default=False,
     ),
 ]
@@ -47,7 +47,7 @@ def launch(
         typer.Option(
             "--logs",
             metavar="DIR",
-            help="Write the output of ranks 1 and up to this folder, as rank-1.log and so on.",
+            help="Write the output of all ranks but rank 0 to this folder: rank-1.log, ...",
             show_default=False,
         ),
     ] = None,
@@ -60,7 +60,7 @@ def launch(
         typer.Option(
             "--least",
             metavar="N",
-            help="When the same process is lost twice, continue with fewer, down to N; by default, never.",
+            help="If the same process is lost twice in a row, continue with one fewer, down to N. By default, never.",
             min=1,
             show_default=False,
         ),
@@ -72,16 +72,18 @@ def launch(
         ),
     ] = 30.0,
 ) -> JobEnded:
-    """Run a training script in several processes of this machine, and stop them all when one fails.
+    """Run a training script in several processes on this machine, and stop all of them if one fails.
 
-    Every process finds its rank in the environment variables that torchrun sets. On a host without GPUs they
-    communicate through gloo. With --virtual-devices they share one NVIDIA GPU through MPS, which is started for them
-    and stopped afterwards: one GPU acts as several. Rank 0 writes to this terminal; when ranks fail, the first error is
-    printed on top. With --restarts the processes are then restarted, unless the script has failed at the same step
-    twice. SIGTERM and SIGUSR1 let ranks save a checkpoint, for --grace seconds; a second signal ends the job at once.
-    Options go before SCRIPT; everything after it is passed to the script.
+    Options go before SCRIPT; everything after SCRIPT is passed to it. A single process needs no launcher (python
+    train.py); several hosts need torchrun.
 
-    One process needs no launcher (python train.py), several hosts need torchrun. Examples:
+    Each process gets its rank through the same environment variables as under torchrun. Without GPUs, the processes
+    communicate through gloo. With --virtual-devices, they share one NVIDIA GPU through MPS, which is started for them
+    and stopped afterwards. Rank 0 writes to this terminal.
+
+    If a rank fails, all are stopped and the first error is printed. With --restarts, the job is then restarted, unless
+    the script has failed at the same step twice. On SIGTERM and SIGUSR1, ranks have --grace seconds to save a
+    checkpoint; a second signal ends the job at once. Examples:
 
     spindle launch -n 4 train.py
 

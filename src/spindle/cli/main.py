@@ -17,7 +17,7 @@ import inspect
 import os
 import re
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Annotated, Any
 
 import typer
@@ -31,7 +31,7 @@ from spindle.cli.doctor import doctor
 from spindle.cli.explain import explain
 from spindle.cli.export import export
 from spindle.cli.fleet import RUN_A_SCRIPT as FLEET_RUN_A_SCRIPT
-from spindle.cli.fleet import VERBS as FLEET_VERBS
+from spindle.cli.fleet import SECTIONS as FLEET_SECTIONS
 from spindle.cli.init import init
 from spindle.cli.launch import JobEnded, launch
 from spindle.cli.plan import plan
@@ -54,9 +54,13 @@ _OUR_WORDS = (
     (r"Input should be less than or equal to (\S+)", r"expected at most \1"),
 )
 INTERRUPTED = 130
-VERBS = (plan, simulate, compare, bound, explain, report, recipes, launch, profile, checkpoints, export, doctor, init)
+# The verbs, as the sections of `spindle --help`.
+SECTIONS: dict[str, tuple[Callable[..., Any], ...]] = {
+    "Train": (init, doctor, launch, profile, report, checkpoints, export),
+    "Plan without training": (recipes, compare, plan, simulate, bound, explain),
+}
 _RUN_A_SCRIPT = (launch, profile)
-_FLEET_HELP = "Many jobs on mixed GPUs: which job gets which machines?"
+_FLEET_HELP = "Run or simulate many jobs on a cluster of mixed GPUs."
 
 
 def _paragraphs(text: str) -> str:
@@ -87,16 +91,22 @@ def make_app() -> typer.Typer:
     """Build the typer app; errors come out of it as exceptions."""
     app = typer.Typer(cls=_Group, no_args_is_help=True, add_completion=True, pretty_exceptions_enable=False)
     app.callback()(_root)
-    for verb in VERBS:
-        # Everything after a script is passed to it, even if it looks like an option.
-        settings = {"allow_interspersed_args": verb not in _RUN_A_SCRIPT}
-        app.command(cls=_Command, help=_paragraphs(verb.__doc__ or ""), context_settings=settings)(verb)
+    for section, verbs in SECTIONS.items():
+        for verb in verbs:
+            _add_verb(app, verb, section, takes_script=verb in _RUN_A_SCRIPT)
     fleet = typer.Typer(cls=_Group, no_args_is_help=True, help=_FLEET_HELP)
-    for fleet_verb in FLEET_VERBS:
-        settings = {"allow_interspersed_args": fleet_verb not in FLEET_RUN_A_SCRIPT}
-        fleet.command(cls=_Command, help=_paragraphs(fleet_verb.__doc__ or ""), context_settings=settings)(fleet_verb)
-    app.add_typer(fleet, name="fleet")
+    for section, verbs in FLEET_SECTIONS.items():
+        for verb in verbs:
+            _add_verb(fleet, verb, section, takes_script=verb in FLEET_RUN_A_SCRIPT)
+    app.add_typer(fleet, name="fleet", rich_help_panel="Schedule many jobs")
     return app
+
+
+def _add_verb(app: typer.Typer, verb: Callable[..., Any], section: str, *, takes_script: bool) -> None:
+    # Everything after a script is passed to it, even if it looks like an option.
+    settings = {"allow_interspersed_args": not takes_script}
+    text = _paragraphs(verb.__doc__ or "")
+    app.command(cls=_Command, help=text, rich_help_panel=section, context_settings=settings)(verb)
 
 
 def _show_version(wanted: bool) -> None:
@@ -110,18 +120,17 @@ def _root(
         bool, typer.Option("--version", metavar="", help="Print the version.", callback=_show_version, is_eager=True)
     ] = False,
 ) -> None:
-    """Plan, rehearse and run training steps that run several multimodal tasks at once.
+    """Train several multimodal tasks in one step without leaving GPUs idle.
 
-    Give it a graph of ops with their times, or the name of a recipe, and the machines; or a training script.
-    Start with:
+    Most verbs take a training script, or the name of a recipe from the papers. Planning needs no GPU. Start with:
 
-    spindle recipes
-
-    spindle compare clip-4 --cluster a800x16
-
-    spindle plan graph.json --devices 16 -o plan.json
+    spindle init two-tower -o train.py
 
     spindle launch -n 4 train.py
+
+    spindle plan train.py --cluster h100x16
+
+    spindle compare clip-4 --cluster a800x16
     """
 
 
@@ -139,7 +148,7 @@ def run(arguments: Sequence[str]) -> int:
         return 1 if isinstance(error, DoesNotFitError) else 2
     except _USAGE_ERROR as error:
         if text := _message(error):
-            _say(f"error: {text} (see spindle --help)")
+            _say(f"error: {text} (see {_command(error)} --help)")
         return 2
     except (KeyboardInterrupt, typer.Abort):
         _say("interrupted, nothing written")
@@ -161,7 +170,17 @@ def _message(error: Exception) -> str:
     text = str(error.format_message())  # type: ignore[attr-defined]
     for pattern, words in _OUR_WORDS:
         text = re.sub(pattern, words, text)
+    context = getattr(error, "ctx", None)
+    if context is not None and text.startswith("Missing argument"):
+        expected = [str(entry.metavar) for entry in context.command.params if entry.param_type_name == "argument"]
+        text = f"{text.rstrip('.')}; expected {' '.join([_command(error), *expected])}"
     return text
+
+
+def _command(error: Exception) -> str:
+    """The command of a usage error: `spindle fleet submit`."""
+    context = getattr(error, "ctx", None)
+    return "spindle" if context is None else str(context.command_path)
 
 
 def main() -> None:

@@ -7,13 +7,16 @@ from typing import Annotated
 
 import typer
 
+MOST_LANES = 4  # the default of `spindle.Planning`
+_MULTIMODAL = "Options for multimodal models, planned batch by batch (vlm-s, t2v-s, omni-a, ...)"
+
 Input = Annotated[
     str,
     typer.Argument(
         metavar="INPUT",
-        help="An abstract graph (.json with ops and their times), a workload (.json), the name of a recipe, a "
-        "profile (.json) that `spindle profile` wrote, which brings its machines, or a training script (train.py, or "
-        "'train.py --its-own options'), which runs up to its first fit, without weights and without a GPU.",
+        help="What to plan: a training script (train.py, or 'train.py --its-own options'), which runs up to its first "
+        "fit without weights and without a GPU; the name of a recipe; a profile.json that `spindle profile` wrote, "
+        "which includes its machines; or a .json file with a workload, or with ops and their times.",
         show_default=False,
     ),
 ]
@@ -25,17 +28,19 @@ Devices = Annotated[
     typer.Option(
         "--devices",
         metavar="N",
-        help="A number of devices of no particular kind, for an abstract graph.",
+        help="How many devices, of no particular kind, for ops with given times.",
         show_default=False,
     ),
 ]
 ClusterName = Annotated[
     str | None,
     typer.Option(
-        "--cluster", metavar="NAME", help="Machines by name (a800x32) or from a .toml file.", show_default=False
+        "--cluster", metavar="NAME", help="The machines: a name (a800x32) or a .toml file.", show_default=False
     ),
 ]
-Assumptions = Annotated[bool, typer.Option("--assumptions", metavar="", help="List what these times leave out.")]
+Assumptions = Annotated[
+    bool, typer.Option("--assumptions", metavar="", help="List what the predicted times leave out.")
+]
 AsJson = Annotated[bool, typer.Option("--json", metavar="", help="Print one JSON object instead of tables.")]
 Seed = Annotated[
     int, typer.Option("--seed", help="Random seed of the search: the same seed gives the same plan.", min=0)
@@ -45,7 +50,7 @@ TimeLimit = Annotated[
     typer.Option(
         "--time-limit",
         metavar="SECONDS",
-        help="End the search after this long; the plan records that it was cut short.",
+        help="Stop the search after this time. The plan records that it was cut short.",
         min=0,
         show_default=False,
     ),
@@ -53,7 +58,11 @@ TimeLimit = Annotated[
 Evaluations = Annotated[
     int | None,
     typer.Option(
-        "--evaluations", metavar="N", help="How many schedules the search may try.", min=1, show_default=False
+        "--evaluations",
+        metavar="N",
+        help="The largest number of schedules that the search tries.",
+        min=1,
+        show_default=False,
     ),
 ]
 Microbatches = Annotated[
@@ -61,18 +70,20 @@ Microbatches = Annotated[
     typer.Option(
         "--microbatches",
         metavar="N",
-        help="Microbatches per iteration of a multimodal model; 32 by default.",
+        help="Microbatches per step; 32 by default.",
         min=1,
         show_default=False,
+        rich_help_panel=_MULTIMODAL,
     ),
 ]
 BatchSeed = Annotated[
     int | None,
     typer.Option(
         "--batch-seed",
-        help="Seed of the batch of a multimodal model, drawn to resemble the paper's data; 0 by default.",
+        help="Seed of the batch, which is drawn to resemble the paper's data; 0 by default.",
         min=0,
         show_default=False,
+        rich_help_panel=_MULTIMODAL,
     ),
 ]
 Mix = Annotated[
@@ -80,8 +91,9 @@ Mix = Annotated[
     typer.Option(
         "--mix",
         metavar="IMAGES:TEXT",
-        help="Of omni recipes: tokens of images to tokens of text, 5:5 unless given.",
+        help="The ratio of image tokens to text tokens, for omni recipes; 5:5 by default.",
         show_default=False,
+        rich_help_panel=_MULTIMODAL,
     ),
 ]
 Samples = Annotated[
@@ -89,7 +101,8 @@ Samples = Annotated[
     typer.Option(
         "--samples",
         metavar="LENGTHS.jsonl",
-        help="For a multimodal model: lengths of real samples, one JSON object per line, instead of drawn ones.",
+        help="Use the lengths of real samples, one JSON object per line, instead of drawn ones.",
         show_default=False,
+        rich_help_panel=_MULTIMODAL,
     ),
 ]

@@ -20,15 +20,18 @@ def profile(
         Path | None,
         typer.Option("-o", "--output", metavar="PROFILE.json", help="Write the profile here.", show_default=False),
     ] = None,
-    no_cache: Annotated[bool, typer.Option("--no-cache", metavar="", help="Ignore cached measurements.")] = False,
+    no_cache: Annotated[
+        bool, typer.Option("--no-cache", metavar="", help="Measure every layer again, and update the cache.")
+    ] = False,
     as_json: AsJson = False,
 ) -> JobEnded | None:
     """Measure the layers, links and optimizer of a training script, without training it.
 
     The script runs as under `spindle launch`, in one process by default, and ends once its first `Trainer.fit` has
-    measured everything. The profile describes the script on these machines: `spindle plan`, `simulate`, `compare`,
-    `bound` and `explain` take it as their input, and so does `spindle.Planning(profile=...)`. Measured times of layers
-    are cached in ~/.cache/spindle. Options go before SCRIPT; everything after it is passed to the script. Examples:
+    measured everything. Options go before SCRIPT; everything after SCRIPT is passed to it.
+
+    The profile describes the script on this machine. It is an input of `spindle plan`, `simulate`, `compare`, `bound`
+    and `explain`, and of `spindle.Planning(profile=...)`. Layer times are cached in ~/.cache/spindle. Examples:
 
     spindle profile -n 4 -o profile.json train.py
 

@@ -23,11 +23,11 @@ def recipes(
     ] = None,
     as_json: AsJson = False,
 ) -> None:
-    """List the recipes: the papers' workloads, ready to plan; or write one as a workload file, to read or to change.
+    """List the recipes (the papers' workloads), or write one to a workload file.
 
-    Samples are of all tasks in one step. Multimodal models are planned batch by batch, as pipelines; their clusters are
-    those of the paper. A workload file has tasks, modules and costs; the fitted roofline stays with the recipe's name.
-    Examples:
+    The column of samples counts those of all tasks in one step. Multimodal models are planned batch by batch, as
+    pipelines, on the clusters of their paper. A workload file contains tasks, modules and costs, and can be edited; it
+    does not contain the fitted roofline of the recipe. Examples:
 
     spindle plan clip-4 --cluster a800x16
 

@@ -30,9 +30,9 @@ def report(
         list[str],
         typer.Argument(
             metavar="INPUT [INPUT]...",
-            help="Run folders, which spindle.Trainer(run_folder=...) writes; or what `spindle plan` takes, alone (all "
-            "planners are compared) or followed by plans; or what `spindle fleet simulate` writes, timelines (-o) or "
-            "events (--events); or the store of a live fleet.",
+            help="Run folders that spindle.Trainer(run_folder=...) wrote; an input of `spindle plan`, alone (compares "
+            "all planners) or followed by plans; timelines (-o) or events (--events) of `spindle fleet simulate`; or "
+            "the store of a live fleet.",
             show_default=False,
         ),
     ],
@@ -42,12 +42,12 @@ def report(
             "-o",
             "--output",
             metavar="STEP.html",
-            help="The page; or a figure, if the name ends in .svg or .png.",
+            help="Write the page here, or a figure if the name ends in .svg or .png.",
             show_default=False,
         ),
     ],
     curves: Annotated[
-        bool, typer.Option("--curves", metavar="", help="Of a figure: draw how modules scale, not the steps.")
+        bool, typer.Option("--curves", metavar="", help="As a figure, draw how modules scale instead of the steps.")
     ] = False,
     devices: Devices = None,
     cluster: ClusterName = None,
@@ -58,10 +58,11 @@ def report(
     batch_seed: BatchSeed = None,
     samples: Samples = None,
 ) -> None:
-    """Write one HTML file that shows steps, or a fleet, device by device: it opens from disk, offline.
+    """Write an HTML page that shows steps, or a fleet, device by device.
 
-    Two steps are shown on one scale: predicted and measured, two planners, two runs. A gap says what it waits for; and
-    the page shows where the time went, the scaling of modules, and the losses of a run. Examples:
+    The page is a single file that opens offline. It shows two steps on one scale: predicted and measured, two planners,
+    or two runs. Click a gap to see what the device waits for. The page also shows where the time went, how modules
+    scale, and the losses of a run. Examples:
 
     spindle report runs/a -o step.html
 
@@ -100,20 +101,20 @@ def report(
         return
     batch = BatchOptions(num_microbatches=microbatches, seed=batch_seed, samples=samples)
     if Path(inputs[0]).is_dir():
-        others = [given for given in inputs if not Path(given).is_dir()]
-        if others:
-            raise InputError(f"{others[0]}: is no run folder; a report of runs has only run folders")
+        not_folders = [given for given in inputs if not Path(given).is_dir()]
+        if not_folders:
+            raise InputError(f"{not_folders[0]}: is no run folder; a report of runs has only run folders")
         if devices is not None or cluster is not None:
             raise InputError(f"{inputs[0]}: a run has the machines that it ran on; leave --devices and --cluster out")
         if len(set(inputs)) < len(inputs):
             raise InputError("the same run folder is given twice")
-        made = run_report({given: read_run(Path(given)) for given in inputs})
+        shown = run_report({given: read_run(Path(given)) for given in inputs})
     else:
-        made = _planned_report(inputs, devices, cluster, batch, (seed, evaluations, time_limit))
+        shown = _planned_report(inputs, devices, cluster, batch, (seed, evaluations, time_limit))
     if output.suffix == ".html":
-        write_atomically(output, page_html(made.title, step_page_data(made)))
+        write_atomically(output, page_html(shown.title, step_page_data(shown)))
     else:
-        write_figure(output, curves_drawing(made) if curves else step_drawing(made))
+        write_figure(output, curves_drawing(shown) if curves else step_drawing(shown))
     notice(f"wrote {output}" + ("; open it in a browser" if output.suffix == ".html" else ""))
 
 

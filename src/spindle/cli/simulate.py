@@ -32,8 +32,8 @@ def simulate(
 ) -> None:
     """Simulate one step of a plan: forward, backward, transfers, gradient reduction, optimizer.
 
-    The plan is checked first. The simulated program is the one that training would run. The machines are those of the
-    plan by default. Examples:
+    Checks the plan, then simulates exactly the program that training would run. By default, the machines are those that
+    the plan was made for. Examples:
 
     spindle simulate graph.json plan.json
 
@@ -46,6 +46,7 @@ def simulate(
     from spindle.cli.inputs import load_plan, load_step, machines_of_plan, profile_of_plan
     from spindle.cli.terminal import notice, refuse_outputs, show, show_chart, show_json
     from spindle.planners import step_bound_s
+    from spindle.planners.lanes import lanes_bound_s
     from spindle.program import lower, refuse_overfull, verify
     from spindle.recipes import BatchOptions
     from spindle.report import measure_facts, timeline_chart, write_trace
@@ -55,22 +56,24 @@ def simulate(
     batch = BatchOptions(num_microbatches=microbatches, seed=batch_seed, samples=samples, mix=mix)
     step = load_step(given, *machines_of_plan(plan_file, given, devices, cluster), batch)
     profile = profile_of_plan(plan_file, step)
-    made = load_plan(plan_file, profile, given)
-    if made.num_devices < profile.cluster.num_devices:
-        notice(f"{plan_file} was planned for {made.num_devices} of the {profile.cluster.num_devices} devices")
-    program = lower(made, profile)
+    plan = load_plan(plan_file, profile, given)
+    if plan.num_devices < profile.cluster.num_devices:
+        notice(f"{plan_file} was planned for {plan.num_devices} of the {profile.cluster.num_devices} devices")
+    program = lower(plan, profile)
     verify(program, profile)
     timeline = spindle.simulate.simulate(program, profile)
     measures = measure(timeline)
-    bound_s = made.bound_s if step.is_pipeline else step_bound_s(profile)
+    bound_s = plan.bound_s if step.is_pipeline else step_bound_s(profile)
+    if plan.num_lanes > 1:
+        bound_s = lanes_bound_s(plan, profile, bound_s)
     if trace is not None:
         write_trace(trace, timeline, program)
     if as_json:
-        facts = {"workload": made.workload, "cluster": profile.cluster.name, "num_devices": profile.cluster.num_devices}
-        plan_facts = {"planner": made.planner, "folded_s": made.folded_s, "bound_s": bound_s}
+        facts = {"workload": plan.workload, "cluster": profile.cluster.name, "num_devices": profile.cluster.num_devices}
+        plan_facts = {"planner": plan.planner, "folded_s": plan.folded_s, "bound_s": bound_s}
         show_json(facts | plan_facts | {"instructions": program.num_instructions} | to_json(measures))
     else:
-        show(measure_facts(made, measures, profile, bound_s))
+        show(measure_facts(plan, measures, profile, bound_s))
         show_chart(
             lambda num_columns: timeline_chart(timeline, program, profile.graph, num_columns),
             profile.cluster.num_devices,

@@ -72,7 +72,7 @@ def note_compilation(is_pipeline: bool) -> None:
     from spindle.planners import needs_compiling
 
     if needs_compiling(is_pipeline):
-        notice("compiling loops, once after an install: about half a minute")
+        notice("compiling loops, which takes about half a minute, once after installation")
 
 
 _LONG_S = 20.0
@@ -99,7 +99,7 @@ def progress_bar(text: str, total: float) -> Iterator[Callable[[float], None]]:
 
 def refuse_outputs(*outputs: Path | None, inputs: Iterable[str | Path | None] = ()) -> None:
     """Refuse, before any work is done, outputs that cannot be written or are also an input or another output."""
-    taken = {
+    role_of = {
         Path(os.path.realpath(given)): "an input" for given in inputs if given is not None and os.path.isfile(given)
     }
     for path in outputs:
@@ -108,9 +108,9 @@ def refuse_outputs(*outputs: Path | None, inputs: Iterable[str | Path | None] = 
         if path == Path("-"):
             raise InputError("-: an output needs the name of a file; use --json to print to standard output")
         target = writable_target(path)
-        if target in taken:
-            raise InputError(f"{path}: cannot be written, it is also {taken[target]} of this command")
-        taken[target] = "another output"
+        if target in role_of:
+            raise InputError(f"{path}: cannot be written, it is also {role_of[target]} of this command")
+        role_of[target] = "another output"
 
 
 def show_text(text: str) -> None:

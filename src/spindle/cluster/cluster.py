@@ -7,13 +7,15 @@ from dataclasses import dataclass, replace
 
 from spindle.errors import ClusterError
 
-MAX_DEVICES = 1 << 20  # of a cluster
+MAX_DEVICES = 1 << 20  # in a cluster
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SmGroups:
-    """How the SMs (streaming multiprocessors) of a GPU can be split into disjoint parts: the driver grants them in
-    equal groups, and leaves a rest that one part can have besides its groups."""
+    """How the SMs (streaming multiprocessors) of a GPU can be split into disjoint parts: in groups of `group_sms`.
+
+    If the groups do not cover the GPU, one part can have the `rest_sms` remaining SMs in addition to its groups.
+    """
 
     group_sms: int
     num_groups: int
@@ -29,12 +31,12 @@ class SmGroups:
         return self.group_sms * self.num_groups + self.rest_sms
 
     def parts(self, quotas: Sequence[int]) -> tuple[tuple[int, bool], ...]:
-        """By quota, in SMs: how many groups it is, and whether it has the rest. Raises a ClusterError where there are
-        no such parts."""
+        """For each quota (in SMs), the number of groups that it takes, and whether it has the remaining SMs as well.
+        Raises a ClusterError if the GPU cannot be split this way."""
         granted = ", ".join(map(str, quotas))
         parts = []
         for quota in quotas:
-            # With the rest of 12 SMs beside groups of 8, 68 SMs are seven groups and the rest.
+            # With groups of 8 SMs and 12 remaining SMs, a quota of 68 is seven groups and the remaining SMs.
             has_rest = quota % self.group_sms != 0 and quota >= self.rest_sms
             left = quota - self.rest_sms if has_rest else quota
             if quota < 1 or left % self.group_sms:
@@ -58,8 +60,8 @@ class DeviceKind:
     """The peak performance of a kind of device; the efficiency of layers is part of a profile.
 
     `host_bytes_per_s` is one direction of its link to host memory, `host_memory_bytes` its share of that memory; 0
-    means none, or not known. `num_shares` is above 1 for a part of a GPU that is one of so many equal ones. `sm_groups`
-    is None where its SMs cannot be split, or nothing is known of them.
+    means none, or unknown. If `num_shares` is above 1, the device is one of that many equal parts of a GPU. `sm_groups`
+    is None if its SMs cannot be split, or if it is unknown how.
     """
 
     name: str
@@ -114,8 +116,8 @@ class Island:
 
 
 def shared(island: Island, num_shares: int) -> Island:
-    """The island with each of its GPUs as so many devices (`spindle launch --virtual-devices`), with all of them busy:
-    equal parts of compute, memory and bandwidth."""
+    """The island with each GPU divided into `num_shares` devices (`spindle launch --virtual-devices`). All are assumed
+    busy, so each has an equal share of the compute, memory and bandwidth of its GPU."""
     if num_shares == 1:
         return island
     kind = island.kind
@@ -156,7 +158,7 @@ class Cluster:
 
     @property
     def place_in_island(self) -> tuple[int, ...]:
-        """The number of each device in its island; with tensor degree d the device holds shard `number % d`."""
+        """The position of each device in its island; with tensor degree d the device holds shard `position % d`."""
         return tuple(number for island in self.islands for number in range(island.num_devices))
 
     def tensor_groups(self, degree: int) -> tuple[tuple[int, ...], ...]:

@@ -1,12 +1,12 @@
 """Clusters by name and from files.
 
-`a800x32` is 32 A800s in islands of eight. Peak FLOP/s are dense 16-bit, link rates are one direction, from the vendors'
-data sheets; uplinks are what such hosts usually have. The Spindle paper says that its A800 hosts have "400 Gb/s
-InfiniBand"; its share of synchronisation (at most 15 % of 1231 ms for 9.25 B parameters on eight hosts, not overlapped)
-needs at least 175 GB/s out of each host, so we assume four such adapters. H800 hosts are those of the DIP paper: eight
-adapters of 200 Gb/s, 256 GB of host memory for eight devices. Host links are PCIe 5 (about 50 GB/s per direction),
-where given. A host of RTX cards has four, joined by PCIe; a GB200 island is the 72 GPUs of one NVLink domain. We have
-measured none but the H200. A TOML file describes any other cluster:
+`a800x32` is 32 A800s in islands of eight. Peak FLOP/s (dense, 16-bit) and link rates (one direction) are from the
+vendors' data sheets; uplinks are what such hosts usually have. The Spindle paper says that its A800 hosts have "400
+Gb/s InfiniBand"; its share of synchronisation (at most 15 % of 1231 ms for 9.25 B parameters on eight hosts, not
+overlapped) needs at least 175 GB/s out of each host, so we assume four such adapters. H800 hosts are as in the DIP
+paper: eight adapters of 200 Gb/s, 256 GB of host memory for eight devices. Host links, if given, are PCIe 5 (about
+50 GB/s per direction). A host of RTX cards has four of them, connected by PCIe; a GB200 island is one NVLink domain of
+72 GPUs. Only the H200 has been measured. A TOML file describes any other cluster:
 
     name = "two hosts"
     [kinds.big]
@@ -66,7 +66,7 @@ def _island(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _IslandBody:
-    """An island in a file, without its kind, which is given by name."""
+    """An island in a file, without its kind, which the file gives by name."""
 
     num_devices: int
     link: Link
@@ -109,10 +109,10 @@ def cluster_named(name: str) -> Cluster:
 
 def uniform_cluster(name: str, island: Island, num_devices: int) -> Cluster:
     """`num_devices` devices in islands like this one; the last island may be smaller."""
-    full, rest = divmod(num_devices, island.num_devices)
-    islands = (island,) * full
-    if rest:
-        islands += (replace(island, num_devices=rest),)
+    num_full, num_left = divmod(num_devices, island.num_devices)
+    islands = (island,) * num_full
+    if num_left:
+        islands += (replace(island, num_devices=num_left),)
     return Cluster(name=name, islands=islands)
 
 
@@ -122,18 +122,18 @@ def read_cluster_file(path: Path) -> Cluster:
 
 
 def read_toml_file(path: Path) -> dict[str, Any]:
-    """The tables of a TOML file, or one sentence that says why there are none."""
+    """Read the tables of a TOML file. Raises an InputError of one sentence if it is not one."""
     text = read_text_file(path)
     try:
         return tomllib.loads(text)
     except tomllib.TOMLDecodeError as error:
         raise InputError(f"{path}: not TOML ({error})") from error
-    except (ValueError, RecursionError) as error:  # numbers of thousands of digits, lists in lists in lists
+    except (ValueError, RecursionError) as error:  # numbers with thousands of digits, deeply nested lists
         raise InputError(f"{path}: not TOML that can be read ({error})") from error
 
 
 def cluster_from_toml(data: dict[str, Any], path: Path) -> Cluster:
-    """The cluster in the tables of a file."""
+    """The cluster that the tables of a TOML file describe; `path` is for errors."""
     for key in data:
         if key not in ("name", "kinds", "islands"):
             raise InputError(f"{path}: unknown key {key!r}; a cluster file has name, [kinds.NAME] and [[islands]]")

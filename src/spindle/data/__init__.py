@@ -1,8 +1,7 @@
 """Balanced, resumable data: which samples a step has, packed into sequences, and what each rank decodes of them.
 
-Samples are drawn by seed and number and packed from their lengths alone, so every rank computes the same steps,
-whatever the number of ranks, and without messages where an index has the lengths. `balanced` is part of the public
-interface.
+Samples are drawn by seed and number and packed by their lengths alone. So every rank computes the same steps, whatever
+the number of ranks, and without messages if an index has the lengths. `balanced` is part of the public interface.
 """
 
 from spindle.data.balanced import Balanced, State, balanced

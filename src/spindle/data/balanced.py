@@ -1,4 +1,4 @@
-"""`balanced`: sources, their lengths and a mix become the same steps of packed sequences on any number of ranks."""
+"""`balanced`: packed sequences from several datasets in a ratio, the same steps on any number of ranks."""
 
 from __future__ import annotations
 
@@ -18,25 +18,27 @@ from spindle.errors import CheckpointError, InputError
 from spindle.planners import group_sequences
 
 ERROR, TRUNCATE, SKIP = TOO_LONG = ("error", "truncate", "skip")
-_MOST_CARRIED = 16  # samples that fit into no sequence of a step, until it is closed
-_MOST_SEEN = 8  # of each source: samples whose lengths a state has, to notice a dataset that has changed
+_MOST_CARRIED = 16  # a step is complete once this many samples fit into none of its sequences
+_MOST_SEEN = 8  # samples of each source whose lengths are part of a state, to notice that a dataset has changed
 _CACHE_BYTES = 1 << 28  # of samples that were read for their lengths, on each rank
-_LINEAR = 3072  # of an item's work p·(p + this), and of each token's: a pure square would heap small items on few
+# An item of p tokens counts as p·(p + _LINEAR), a token as _LINEAR. With p² alone, small items would cost next to
+# nothing and gather in few sequences.
+_LINEAR = 3072
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class State:
-    """All that later steps depend on; nothing of ranks or plans."""
+    """Everything that later steps depend on; independent of ranks and plans."""
 
     step: int
     draws: int
-    drawn: tuple[tuple[str, int], ...]  # by source: how many of its samples, through all epochs
-    carried: tuple[SampleNumber, ...]  # drawn, and in no sequence yet
-    seen: tuple[tuple[SampleNumber, Lengths], ...] = ()  # drawn last, of sources whose lengths are read
+    drawn: tuple[tuple[str, int], ...]  # by source: the number of samples drawn so far, in all epochs
+    carried: tuple[SampleNumber, ...]  # samples that were drawn and are in no sequence yet
+    seen: tuple[tuple[SampleNumber, Lengths], ...] = ()  # the latest samples of sources whose lengths are read
 
 
 class Balanced:
-    """Data of one task, as `balanced` makes it. Give it to `Trainer.fit` in place of a loader."""
+    """The data of one task, as returned by `balanced`. Pass it to `Trainer.fit` in place of a loader."""
 
     def __init__(
         self,
@@ -60,7 +62,7 @@ class Balanced:
 
     @property
     def read_lengths(self) -> dict[str, ReadLengths]:
-        """By source: lengths that are only known once its samples were read."""
+        """Source → its lengths, for sources whose lengths are known only after samples were read."""
         return {name: index for name, index in self.indices.items() if isinstance(index, ReadLengths)}
 
     def lengths_of(self, sample: SampleNumber) -> Lengths:
@@ -71,7 +73,7 @@ class Balanced:
         return isinstance(index, LengthIndex) or sample.number in index
 
     def state_dict(self) -> dict[str, Any]:
-        """Where the data continue: after the last step that was trained. It resumes on any number of ranks."""
+        """The state after the last step that was trained; it can be resumed on any number of ranks."""
         return self.dict_of(self.state)
 
     def dict_of(self, state: State) -> dict[str, Any]:
@@ -96,12 +98,12 @@ class Balanced:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue from a state; refuses one of other sources, lengths or mix, by name."""
+        """Continue from a saved state. Refuses a state of other sources, lengths or mix, by name."""
         if not isinstance(state, Mapping):
             raise CheckpointError(
                 f"the state of the data is a {type(state).__name__}; expected what state_dict() of balanced(...) gave"
             )
-        state = {"seen": [], **state}  # which states of earlier versions do not have
+        state = {"seen": [], **state}  # states of earlier versions lack these entries
         missing = [key for key in self.state_dict() if key not in state]
         if missing:
             raise CheckpointError(
@@ -116,8 +118,8 @@ class Balanced:
         ):
             if saved != present:
                 raise CheckpointError(
-                    f"the state of the data has {what} {saved!r}, and balanced(...) has {present!r}; give the same, or "
-                    "start the data anew"
+                    f"the saved state of the data has {what} {saved!r}, but balanced(...) has {present!r}; use the "
+                    "same, or do not load the state"
                 )
         for name, entry in state["sources"].items():
             if entry.get("lengths") != self.indices[name].digest:
@@ -148,15 +150,15 @@ class Balanced:
         self.state = loaded
 
     def step_after(self, state: State, num_microbatches: int, batch_size: int) -> tuple[tuple[Microbatch, ...], State]:
-        """The microbatches of the step that follows a state, each of `batch_size` sequences, and the state after it.
+        """The microbatches of the step that follows a state, each with `batch_size` sequences, and the state after it.
 
-        Samples go to the first sequence that has room, in the order in which they were drawn; what fits nowhere comes
-        first in the next step. Sequences are then grouped so that microbatches have level work. Raises UnknownLengths
-        where it needs lengths that are not read yet.
+        Samples go to the first sequence with room, in the order in which they were drawn. A sample that fits nowhere
+        comes first in the next step. Sequences are then grouped so that microbatches have equal work. Raises
+        UnknownLengths if it needs lengths that have not been read yet.
         """
         num_sequences = num_microbatches * batch_size
         weights = self.mix.at(state.step)
-        room = np.full(num_sequences, self.max_tokens, dtype=np.int64)
+        tokens_left = np.full(num_sequences, self.max_tokens, dtype=np.int64)
         packed: list[list[SampleNumber]] = [[] for _ in range(num_sequences)]
         carried: list[SampleNumber] = []
         draws, drawn = state.draws, dict(state.drawn)
@@ -176,19 +178,19 @@ class Balanced:
             if is_new and sample.source in seen:
                 seen[sample.source].append((sample, self.lengths_of(sample)))
             if tokens is None:
-                # Without an index, no sample fits if none of two epochs did.
+                # without an index: if none of two epochs of samples fit, none will
                 num_drawn = drawn[sample.source] - dict(state.drawn)[sample.source]
                 if sample.source not in fitting and num_drawn >= 2 * len(self.sources[sample.source]):
                     raise _nothing_fits(sample.source, self.max_tokens)
                 continue
             fitting.add(sample.source)
-            place = int(np.argmax(room >= tokens))
-            if room[place] < tokens:
+            place = int(np.argmax(tokens_left >= tokens))
+            if tokens_left[place] < tokens:
                 carried.append(sample)
                 continue
             packed[place].append(sample)
-            room[place] -= tokens
-            if not room.any():
+            tokens_left[place] -= tokens
+            if not tokens_left.any():
                 break
         carried += waiting
         groups = group_sequences([self._work(sequence) for sequence in packed], num_microbatches)
@@ -198,7 +200,7 @@ class Balanced:
         return microbatches, replace(after, seen=last)
 
     def _draws_after(self, state: State, weights: Mapping[str, float]) -> Iterator[SampleNumber]:
-        """The samples that follow a state, as long as sources have these weights."""
+        """The samples drawn after a state, while the sources have these weights."""
         draws, drawn = state.draws, dict(state.drawn)
         while True:
             source = source_of(weights, self.seed, draws)
@@ -206,12 +208,12 @@ class Balanced:
             draws, drawn[source] = draws + 1, drawn[source] + 1
 
     def unread(self, state: State, num_draws: int) -> list[SampleNumber]:
-        """Samples without known lengths, among those that a state carries over and the draws that follow it."""
+        """Samples with unknown lengths, among those that a state carries over and the next `num_draws` draws."""
         following = islice(self._draws_after(state, self.mix.at(state.step)), num_draws)
         return [sample for sample in dict.fromkeys([*state.carried, *following]) if not self.is_known(sample)]
 
     def _tokens(self, sample: SampleNumber) -> int | None:
-        """The tokens of a sample in a sequence; None if it is left out."""
+        """The number of tokens of a sample in a sequence; None if it is left out."""
         tokens, items = self.lengths_of(sample)
         if tokens <= self.max_tokens or self.too_long == SKIP:
             return tokens if tokens <= self.max_tokens else None
@@ -225,7 +227,7 @@ class Balanced:
         )
 
     def _work(self, sequence: list[SampleNumber]) -> int:
-        """Integers in proportion to the time of a sequence, roughly: p·(p + 3072) of each item, 3072 of each token."""
+        """A rough measure of the time of a sequence, as an integer: p·(p + 3072) for each item, 3072 for each token."""
         work = 0
         for tokens, items in map(self.lengths_of, sequence):
             work += _LINEAR * min(tokens, self.max_tokens)
@@ -268,20 +270,23 @@ def balanced(
     num_workers: int = 0,
     multiprocessing_context: str | None = None,
 ) -> Balanced:
-    """Samples of several map-style datasets, drawn in a ratio, packed into sequences of `max_tokens` and grouped into
-    microbatches of level work, the same on every rank and on any number of ranks.
+    """Draw samples of several map-style datasets in a ratio, pack them into sequences of `max_tokens`, and group these
+    into microbatches with equal work: the same on every rank, and on any number of ranks.
 
-    A sample is a dict of entries with a row for each token, and of the task's item entries. `lengths` says, without
-    decoding, how many tokens each sample has and how long its items are: by source, a JSONL or Parquet file, an array
-    of tokens, or pairs (tokens, items); without it, each dataset's `lengths(number)`. Where lengths are only known
-    after reading, it is a function of a decoded sample that returns its tokens, or its tokens and the lengths of its
-    items: each rank then reads a share of the samples to come, and all gather the lengths a step ahead. `mix` has the
-    weight of each source, a number or a function of the step; all alike without it. A sample of more than `max_tokens`
-    is an error, or with `too_long` "truncate" or "skip". `padding` are the values behind the last token of a sequence,
-    by entry, 0 by default; `segments` names an entry that numbers the samples of a sequence from 1, with 0 for padding.
+    A sample is a dict of entries with one row per token, and of the task's item entries. `lengths` says, without
+    decoding, how many tokens each sample has and how long its items are. It is, by source, a JSONL or Parquet file, an
+    array of token counts, or pairs (tokens, items); by default, each dataset's `lengths(number)`. If lengths are known
+    only after reading, it is a function of a decoded sample that returns its tokens, or its tokens and the lengths of
+    its items; each rank then reads a share of the samples ahead, and all ranks gather the lengths one step before they
+    are needed.
 
-    Each rank decodes what it needs of a step in `num_workers` processes of its own, while the step before runs; without
-    any, in the rank itself when the step begins. They are started by `multiprocessing_context` ("fork", "spawn",
+    `mix` has the weight of each source, a number or a function of the step; by default, all are equal. A sample with
+    more than `max_tokens` is an error, unless `too_long` is "truncate" or "skip". `padding` has the values after the
+    last token of a sequence, by entry, 0 by default. `segments` names an entry that numbers the samples of a sequence
+    from 1, with 0 for padding.
+
+    Each rank decodes what it needs of a step in `num_workers` processes of its own, during the previous step; without
+    any, in the rank itself when the step starts. They are started by `multiprocessing_context` ("fork", "spawn",
     "forkserver"; torch's default).
     """
     if not isinstance(sources, Mapping) or not sources:
@@ -308,14 +313,14 @@ def balanced(
     unknown = [name for name in weights if name not in sources]
     missing = [name for name in sources if name not in weights]
     if unknown or missing:
-        what = f"names {unknown[0]!r}, which is no source" if unknown else f"has no weight of source {missing[0]!r}"
+        what = f"names {unknown[0]!r}, which is not a source" if unknown else f"has no weight of source {missing[0]!r}"
         raise InputError(f"balanced(mix=...): {what}; sources: {', '.join(sources)}")
     for name, dataset in sources.items():
         if not hasattr(dataset, "__len__") or not hasattr(dataset, "__getitem__") or len(dataset) == 0:
             raise InputError(f"balanced(...): source {name!r} must be a map-style dataset with samples")
     if isinstance(lengths, Mapping) and not set(lengths) <= set(sources):
         name = next(name for name in lengths if name not in sources)
-        raise InputError(f"balanced(lengths=...): {name!r} is no source; sources: {', '.join(sources)}")
+        raise InputError(f"balanced(lengths=...): {name!r} is not a source; sources: {', '.join(sources)}")
     if lengths is not None and not isinstance(lengths, Mapping) and not callable(lengths) and len(sources) > 1:
         raise InputError("balanced(lengths=...): there are several sources; give the lengths of each, by name")
     given = lengths if isinstance(lengths, Mapping) else dict.fromkeys(sources, lengths)

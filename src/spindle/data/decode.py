@@ -1,10 +1,10 @@
-"""From the numbers of samples to a batch: sequences of packed samples, with the entries and items that a rank needs.
+"""Decode samples into a batch: sequences of packed samples, with the entries and items that a rank needs.
 
 A sample is a dict: entries with a row for each of its tokens, and entries of items. A dataset may decode less than
-whole samples: `get_fields(number, names)` some entries, `get_items(number, names, items)` some items. Random numbers
-that it draws are seeded for each sample and step: they depend neither on the rank nor on the process that decodes it.
-Of a dataset that draws some in `get_items`, all items of a sample are decoded, and those that are wanted are kept. What
-`get_fields` draws must not depend on `names`: ranks ask for different entries.
+whole samples: `get_fields(number, names)` some entries, `get_items(number, names, items)` some items. Its random state
+is seeded for each sample and step, so random numbers depend neither on the rank nor on the process that decodes the
+sample. If `get_items` draws random numbers, all items of a sample are decoded, and those that are needed are kept. What
+`get_fields` draws must not depend on `names`, because ranks ask for different entries.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from spindle.data.lengths import LengthFunction, Lengths, Unreadable, lengths_of
 from spindle.data.random_state import is_same, random_state, restored_random_state, seed_all
 from spindle.errors import SpindleError, TrainingError
 
-_NO_STEP = -1  # samples that are read for their lengths
+_NO_STEP = -1  # in place of a step, for samples that are read for their lengths
 
 
 class SampleNumber(NamedTuple):
@@ -33,8 +33,8 @@ class SampleNumber(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Microbatch:
-    """The samples of each sequence of a microbatch, the lengths of all samples, in this order, and the step that it is
-    of."""
+    """The samples of each sequence of a microbatch, their lengths in the same order, and the step that it belongs
+    to."""
 
     sequences: tuple[tuple[SampleNumber, ...], ...]
     lengths: tuple[Lengths, ...]
@@ -52,8 +52,8 @@ class Microbatch:
 
 @dataclass(frozen=True, slots=True)
 class Wanted:
-    """What is wanted of a microbatch: by entry with a row for each token, sequences `[first, last)` (None: all of all
-    entries); and items, in this order (None: all)."""
+    """What a rank needs of a microbatch: for each entry with a row per token, the sequences `[first, last)` (None: all
+    sequences of all entries); and the items, in this order (None: all)."""
 
     fields: tuple[tuple[str, int, int], ...] | None = None
     items: tuple[int, ...] | None = None
@@ -63,16 +63,16 @@ WHOLE = Wanted()
 
 
 class SampleCache:
-    """Samples that were read for their lengths, the last of them up to so many bytes, for the first step that decodes
-    them in the same process. Later steps read them again: a dataset may augment each time in its own way."""
+    """The latest samples that were read for their lengths, up to `max_bytes`, for the first step that decodes them in
+    the same process. Later steps read them again, because a dataset may augment differently each time."""
 
     def __init__(self, max_bytes: int) -> None:
         self._max_bytes, self._num_bytes = max_bytes, 0
         self._samples: dict[SampleNumber, tuple[Mapping[str, Any], int]] = {}
-        self._step_of: dict[SampleNumber, int] = {}  # the first that decoded it
+        self._step_of: dict[SampleNumber, int] = {}  # the first step that decoded each sample
 
     def add(self, number: SampleNumber, sample: Mapping[str, Any]) -> None:
-        """Add a sample, if it is made of tensors or arrays, whose size is known."""
+        """Add a sample if it consists of tensors or arrays, whose sizes are known."""
         values = list(sample.values())
         if number in self._samples or not all(isinstance(value, torch.Tensor | np.ndarray) for value in values):
             return
@@ -95,9 +95,12 @@ class SampleCache:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Decoder:
-    """Decodes microbatches. `item_entries` are entries with rows for each item: as many as its length, or one (None);
-    `length_entry` is the entry that gets the lengths. `length_functions` return the lengths of decoded samples of
-    sources that have no index. `watch` is told each sample before it is read."""
+    """Decodes microbatches.
+
+    `item_entries` have rows for each item: as many as its length, or, if their value is None, one.
+    `length_entry` is the entry that receives the lengths. `length_functions` return the lengths of decoded samples, for
+    sources without an index. `watch` is called with each sample before it is read.
+    """
 
     datasets: Mapping[str, Any]
     max_tokens: int
@@ -112,7 +115,7 @@ class Decoder:
     _drawing: set[str] = field(default_factory=set, compare=False)  # sources whose `get_items` draws random numbers
 
     def decode(self, microbatch: Microbatch, wanted: Wanted = WHOLE) -> dict[str, Any]:
-        """The batch, or what is wanted of it."""
+        """The batch of a microbatch, or the `wanted` part of it."""
         rows: dict[str, list[torch.Tensor]] = {}
         with restored_random_state():
             lengths = iter(microbatch.lengths)
@@ -127,7 +130,8 @@ class Decoder:
             return batch | self._items(microbatch, wanted.items)
 
     def read_lengths(self, samples: Sequence[SampleNumber]) -> list[Lengths | Unreadable]:
-        """Read samples for their lengths. An error is that of its sample alone, and raised when the sample is drawn."""
+        """Read samples for their lengths. An error stands in place of its sample's lengths, and is raised when the
+        sample is drawn."""
         with restored_random_state():
             return [self._read_lengths(sample) for sample in samples]
 
@@ -138,7 +142,7 @@ class Decoder:
                 before = random_state()
                 read = _entries(self.datasets[sample.source][sample.number], (), sample)
                 lengths = lengths_of_sample(self.length_functions[sample.source], read)
-                # Which step a sample comes in is not known yet, and its random numbers depend on that.
+                # Random numbers depend on the step, which is not known yet: cache only samples that drew none.
                 if is_same(random_state(), before):
                     self.cache.add(sample, read)
             return lengths
@@ -149,7 +153,7 @@ class Decoder:
 
     @contextmanager
     def _reading(self, step: int, sample: SampleNumber) -> Iterator[None]:
-        """Around code of a dataset: its random numbers are those of the sample, and its errors name the sample."""
+        """A context for code of a dataset: random numbers are seeded for the sample, and errors name it."""
         if self.watch is not None:
             self.watch(sample)
         parts = f"{self.seed} {step} {sample.source} {sample.number}"
@@ -222,14 +226,14 @@ class Decoder:
             return {}
         wanted = range(len(microbatch.item_lengths)) if items is None else items
         samples = microbatch.samples
-        owners: list[tuple[int, int]] = []  # by item: the place of its sample in the microbatch, and its number there
+        owners: list[tuple[int, int]] = []  # by item: the position of its sample, and its number in the sample
         for place, (_, lengths) in enumerate(microbatch.lengths):
             owners += [(place, number) for number in range(len(lengths))]
         entries: dict[str, list[torch.Tensor]] = {}
         place = 0
         wanted = list(wanted)
         while place < len(wanted):
-            # Items of one sample that follow each other are decoded together.
+            # Consecutive items of one sample are decoded together.
             owner = owners[wanted[place]][0]
             end = place
             while end < len(wanted) and owners[wanted[end]][0] == owner:
@@ -267,14 +271,14 @@ class Decoder:
     def _read_items(
         self, step: int, sample: SampleNumber, names: list[str], numbers: list[int], every: list[int]
     ) -> tuple[dict[str, torch.Tensor], list[int]]:
-        """Entries of some items of a sample, or of all of them, and which these are."""
+        """Entries of some items of a sample, or of all of them, and the numbers of these items."""
         dataset, cached = self.datasets[sample.source], self.cache.get(sample, step)
         if cached is not None:
             entries = _entries(cached, names, sample)
             return {name: torch.as_tensor(entries[name]) for name in names}, every
         has_items = hasattr(dataset, "get_items")
-        # The random numbers of an item would depend on which others a rank asks for with it: ranks that share the item
-        # would have different ones.
+        # If `get_items` draws random numbers, those of an item depend on which others are read with it, and ranks that
+        # share the item would differ: read all items of the sample.
         for items in [numbers, every] if has_items and sample.source not in self._drawing else [every]:
             with self._reading(step, sample):
                 before = random_state()
@@ -296,7 +300,7 @@ class Decoder:
 
 
 def _entries(read: Any, names: Collection[str], sample: SampleNumber) -> Mapping[str, Any]:
-    """The entries `names` of what a dataset gave for a sample; all of them without names."""
+    """The entries `names` of what a dataset returned for a sample; without names, all of them."""
     if not isinstance(read, Mapping):
         raise TrainingError(
             f"sample {sample.number} of {sample.source!r} is a {type(read).__name__}; expected a dict of entries"

@@ -1,7 +1,7 @@
-"""Which sample comes next: drawn by seed and global number, from sources in a ratio that may change from step to step.
+"""The order of samples: drawn by seed and number, from sources in a ratio that may change from step to step.
 
-Draw n takes its source by a hash of the seed and n, and the next sample of that source, whose samples are shuffled anew
-in every epoch. Nothing depends on ranks.
+Draw n chooses its source by a hash of the seed and n, and takes the next sample of that source, whose samples are
+shuffled in every epoch. Nothing depends on ranks.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ class Mix:
     weights: Mapping[str, Weight]
 
     def at(self, step: int) -> dict[str, float]:
-        """The weights of a step, in the order of their names, so that a draw does not depend on that of a dict."""
+        """The weights of a step, sorted by name, so that draws do not depend on the order of a dict."""
         weights = {}
         for name, weight in sorted(self.weights.items()):
             value = weight(step) if callable(weight) else weight
@@ -46,12 +46,13 @@ class Mix:
 
     @property
     def text(self) -> str:
-        """The mix as far as it can be compared: functions by their code and the numbers that they hold."""
+        """The mix as text, for comparison: functions are described by their code and the numbers that they close
+        over."""
         return ", ".join(f"{name}={_text(weight)}" for name, weight in sorted(self.weights.items()))
 
 
 def _text(value: object) -> str:
-    """The same text in every process, of what a weight is made of; an object's address is not."""
+    """A text of a weight that is the same in every process, unlike one with the addresses of objects."""
     if isinstance(value, CodeType):
         return f"{value.co_code.hex()} {_text(value.co_consts)} {value.co_names}"
     if isinstance(value, tuple):
@@ -89,7 +90,7 @@ class Order:
         """The number of the sample that comes after `drawn` others of the source."""
         epoch, place = divmod(drawn, self._length)
         if epoch not in self._shuffled_epochs:
-            # Two, because samples that are read ahead may lie in the next epoch.
+            # Keep two epochs, because samples that are read ahead may be in the next one.
             for old in list(self._shuffled_epochs)[:-1]:
                 del self._shuffled_epochs[old]
             self._shuffled_epochs[epoch] = self._shuffled(epoch)

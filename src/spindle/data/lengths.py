@@ -1,4 +1,4 @@
-"""Tokens and items of each sample of a dataset: known without decoding it, or once it was read."""
+"""The lengths of each sample of a dataset and of its items: from an index, or known once the sample was read."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ from spindle.errors import InputError, TrainingError
 
 Column = NDArray[np.int64]
 Lengths = tuple[int, tuple[int, ...]]  # tokens of a sample, and the lengths of its items
-LengthFunction = Callable[[dict[str, Any]], Any]  # of a decoded sample
+LengthFunction = Callable[[dict[str, Any]], Any]  # decoded sample → lengths
 _MAX_KNOWN = 1 << 20  # samples of a source whose lengths are remembered after they were read
 _EXPECTED = "expected its tokens, such as 812, or its tokens and the lengths of its items, such as (812, [256, 1024])"
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class LengthIndex:
-    """By sample: its tokens, and the lengths of its items, `item_lengths[item_starts[i]:item_starts[i + 1]]`."""
+    """The tokens of each sample, and the lengths of its items: `item_lengths[item_starts[i] : item_starts[i + 1]]`."""
 
     tokens: Column
     item_starts: Column
@@ -50,14 +50,14 @@ class LengthIndex:
 
 @dataclass(frozen=True, slots=True)
 class Unreadable:
-    """In place of the lengths of a sample: why they could not be read."""
+    """Stands in place of the lengths of a sample: why they could not be read."""
 
     message: str
     details: str = ""
 
 
 class UnknownLengths(Exception):
-    """A step needs lengths that are not read yet, after so many draws."""
+    """A step needs lengths that have not been read yet, after `num_draws` draws."""
 
     def __init__(self, num_draws: int) -> None:
         super().__init__(f"after {num_draws} draws")
@@ -65,15 +65,15 @@ class UnknownLengths(Exception):
 
 
 class ReadLengths:
-    """Lengths that a user's function returns for decoded samples, as far as these were read. All ranks have the same:
-    they gather them from each other, and no rank adds any alone."""
+    """Lengths that a user's function returned for decoded samples, as far as these were read. All ranks have the same
+    ones: they gather them from each other, and no rank adds any on its own."""
 
     def __init__(self, function: LengthFunction, num_samples: int) -> None:
         self.function, self._num_samples = function, num_samples
         self._known: dict[int, Lengths | Unreadable] = {}
 
     def __len__(self) -> int:
-        """How many are known."""
+        """The number of samples with known lengths."""
         return len(self._known)
 
     def __contains__(self, sample: int) -> bool:
@@ -85,7 +85,7 @@ class ReadLengths:
             del self._known[next(iter(self._known))]  # the oldest, on all ranks; it is read again in the next epoch
 
     def forget_unreadable(self) -> None:
-        """Samples that could not be read are read again."""
+        """Forget samples that could not be read, so that they are read again."""
         self._known = {sample: each for sample, each in self._known.items() if not isinstance(each, Unreadable)}
 
     def lengths_of(self, sample: int) -> Lengths:
@@ -99,12 +99,13 @@ class ReadLengths:
 
     @property
     def digest(self) -> str:
-        """What is known of the lengths before they are read. A state also has the lengths that were read last."""
+        """Identifies what is known of the lengths before samples are read. A state also has the lengths that were read
+        last."""
         return f"read from {self._num_samples} samples"
 
 
 def lengths_of_sample(function: LengthFunction, sample: Mapping[str, Any]) -> Lengths:
-    """What a function returns for a sample; refuses what cannot be lengths."""
+    """The lengths that a user's function returns for a sample. Raises an InputError if they cannot be lengths."""
     returned = function(dict(sample))
     try:
         tokens, items = _pair(returned)
@@ -120,8 +121,8 @@ def lengths_of_sample(function: LengthFunction, sample: Mapping[str, Any]) -> Le
 
 def length_index(lengths: Any, dataset: Any, where: str) -> LengthIndex | ReadLengths:
     """The index of a dataset: from a JSONL or Parquet file with `tokens` and `items` of each sample, an array of
-    tokens, a list of pairs (tokens, items), or, without any, the dataset's own `lengths(number)`. Of a function of
-    decoded samples, an index that is filled as they are read."""
+    tokens, or a list of pairs (tokens, items); if None, from the dataset's own `lengths(number)`. For a function of
+    decoded samples, an index that is filled as samples are read."""
     if callable(lengths):
         return ReadLengths(lengths, len(dataset))
     if isinstance(lengths, LengthIndex):

@@ -1,4 +1,4 @@
-"""The random states that code of datasets and loaders draws from: torch's, Python's and numpy's."""
+"""The random states that datasets and loaders draw from: torch's, Python's and numpy's."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
 """Processes of one rank that decode microbatches ahead of time.
 
-A process is asked over a pipe and answers with one tensor in shared memory, so that a step takes few file descriptors.
-It ends with its pipe, or when its parent is gone. Errors are raised where the answer is taken, with the sample at which
-they happened; also if the process itself is gone.
+A process receives requests over a pipe and answers with one tensor in shared memory, so that a step takes few file
+descriptors. It ends when its pipe closes, or when its parent is gone. An error, even that the process itself is gone,
+is raised when the answer is taken, and names the sample at which it happened.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ import torch.multiprocessing
 from spindle.data.decode import Decoder, Microbatch, SampleNumber, Wanted
 from spindle.errors import InputError, SpindleError, TrainingError
 
-_PARENT_POLL_S = 0.5  # how often an idle process looks whether its parent is there
-_END_S = 5.0  # for a process to end by itself
+_PARENT_POLL_S = 0.5  # how often an idle process checks that its parent is alive
+_END_S = 5.0  # how long a process may take to end by itself
 _ALIGNMENT = 64
 Count = Callable[[Any], int]
 
@@ -36,7 +36,7 @@ class _Request:
     number: int
     microbatch: Microbatch
     wanted: Wanted
-    counts: bool  # only the tokens of the batch are wanted
+    counts: bool  # only count the tokens of the batch
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,7 +47,7 @@ class _LengthRequest:
 
 @dataclass(frozen=True, slots=True)
 class _Packed:
-    """A batch as one tensor of bytes: by entry, its dtype, its shape and where it begins."""
+    """A batch as one tensor of bytes, and for each entry its dtype, its shape and its offset."""
 
     flat: torch.Tensor
     entries: tuple[tuple[str, torch.dtype, tuple[int, ...], int], ...]
@@ -73,23 +73,23 @@ class DecodeWorkers:
         start: Any = torch.multiprocessing.get_context(context)
         self._connections: list[Connection] = []
         self._processes: list[Any] = []
-        self._current: list[Any] = []  # of each process: the sample that it reads
-        self._requested: list[dict[int, None]] = []  # of each process: requests without an answer, in order
+        self._current: list[Any] = []  # by process: the sample that it is reading
+        self._requested: list[dict[int, None]] = []  # by process: requests without an answer, in order
         try:
             for _ in range(num_workers):
-                ours, theirs = start.Pipe()
+                parent_end, worker_end = start.Pipe()
                 current = start.RawArray("q", [-1, -1])
-                # Copies of our ends of the pipes would keep a process from noticing that we are gone.
-                inherited = [*self._connections, ours] if start.get_start_method() == "fork" else []
+                # A forked process must close its copies of our ends of the pipes, to notice when we are gone.
+                inherited = [*self._connections, parent_end] if start.get_start_method() == "fork" else []
                 process = start.Process(
                     target=_serve,
-                    args=(theirs, inherited, decoder, count, current),
+                    args=(worker_end, inherited, decoder, count, current),
                     daemon=True,
                     name=f"decoding {task}",
                 )
                 process.start()
-                theirs.close()
-                self._connections.append(ours)
+                worker_end.close()
+                self._connections.append(parent_end)
                 self._processes.append(process)
                 self._current.append(current)
                 self._requested.append({})
@@ -101,12 +101,12 @@ class DecodeWorkers:
             ) from error
 
     def ask(self, microbatch: Microbatch, wanted: Wanted, *, counts: bool = False) -> int:
-        """Start to decode; returns a number to take it with."""
+        """Start to decode a microbatch. Returns the number with which to `take` the result."""
         self._number += 1
         return self._send(_Request(self._number, microbatch, wanted, counts))
 
     def ask_lengths(self, samples: Sequence[SampleNumber]) -> int:
-        """Start to read samples for their lengths; returns a number to take these with."""
+        """Start to read samples for their lengths. Returns the number with which to `take` them."""
         self._number += 1
         return self._send(_LengthRequest(self._number, tuple(samples)))
 
@@ -114,12 +114,12 @@ class DecodeWorkers:
         self._receive(0)
         idlest = min(range(len(self._processes)), key=lambda place: len(self._requested[place]))
         self._requested[idlest][request.number] = None
-        with suppress(OSError):  # the process is gone, as is noticed when the answer is taken
+        with suppress(OSError):  # the process is gone, which `take` reports
             self._connections[idlest].send(request)
         return request.number
 
     def take(self, number: int) -> Any:
-        """What was decoded, the tokens that were counted, or the lengths of samples."""
+        """The result of a request: a decoded batch, a number of tokens, or lengths of samples."""
         while number not in self._answers:
             self._receive(None)
             for place, process in enumerate(self._processes):
@@ -136,12 +136,12 @@ class DecodeWorkers:
         return answer
 
     def drop(self, number: int) -> None:
-        """The answer is not wanted any more."""
+        """Discard the answer to a request, now or when it comes."""
         if self._answers.pop(number, None) is None:
             self._dropped.add(number)
 
     def _receive(self, timeout_s: float | None) -> None:
-        """Take the answers that are there; without a timeout wait until one is, or a process ends."""
+        """Receive the answers that have arrived; without a timeout, wait until there is one, or a process ends."""
         busy = [place for place, requests in enumerate(self._requested) if requests]
         connections = {id(self._connections[place]): place for place in busy}
         sentinels = [self._processes[place].sentinel for place in busy] if timeout_s is None else []
@@ -195,10 +195,10 @@ def _serve(
     count: Count | None,
     current: Any,
 ) -> None:
-    """Decode what is asked for until the pipe ends."""
+    """Answer requests until the pipe closes."""
     for other in inherited:
         other.close()
-    # A rank's handlers are for the rank; Ctrl-C ends the rank, and that ends this process.
+    # Do not run the rank's signal handlers here. Ctrl-C ends the rank, and with it this process.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     torch.set_num_threads(1)
@@ -214,7 +214,8 @@ def _serve(
     try:
         while True:
             while not connection.poll(_PARENT_POLL_S):
-                # A process that was forked later keeps `parent` open, and it looks alive as long as that one is.
+                # A process that was forked later keeps `parent` open, so that it looks alive as long as that process
+                # is: compare the parent's process id as well.
                 if not parent.is_alive() or os.getppid() != started_by:
                     return
             request = connection.recv()

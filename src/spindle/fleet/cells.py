@@ -1,4 +1,4 @@
-"""Cells and what is known of them.
+"""Cells, and estimates of their step times.
 
 A Cell fixes the kind, the number of devices and the number of pipeline stages of a job, and leaves the plan inside open
 (Crius, §2.1; the paper's current name is "grid"). An Estimate is the step time of a cell at one of three grades:
@@ -15,8 +15,13 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from spindle.errors import FleetError
+
+if TYPE_CHECKING:
+    from spindle.fleet.fleet import Fleet
+    from spindle.fleet.job import Job
 
 GRADES = ("bound", "planned", "measured")
 
@@ -67,6 +72,23 @@ class Estimate:
     def rank(self) -> int:
         """0 for a bound, 2 for a measurement."""
         return GRADES.index(self.grade)
+
+
+def check_limits(fleet: Fleet, job: Job, cells: Iterable[Cell]) -> None:
+    """Refuse a job that would wait forever, because its team may have none of the cells that it could run in."""
+    least: dict[str, Cell] = {}
+    for cell in cells:
+        if fleet.is_within_limit(job.team, cell.kind, cell.num_devices):
+            return
+        if cell.kind not in least or cell.num_devices < least[cell.kind].num_devices:
+            least[cell.kind] = cell
+    if least:
+        limits = ", ".join(f"{limit.num_devices} x {limit.kind}" for limit in fleet.team(job.team).limits)
+        raise FleetError(
+            f"job {job.name!r} can never start: it needs at least {' or '.join(cell.text for cell in least.values())}, "
+            f"and its team {job.team!r} may have {limits} at most; let it accept fewer devices (--count) or another "
+            "kind (--kinds), or raise the limit"
+        )
 
 
 def better(old: Iterable[Estimate], new: Iterable[Estimate]) -> tuple[Estimate, ...]:

@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 
+from spindle.fleet.events import NodeShare
 from spindle.fleet.fleet import Fleet
 from spindle.fleet.job import Job
 from spindle.fleet.state import ACTIVE, RUNNING, JobState, State
@@ -21,7 +22,7 @@ BoolColumn = np.ndarray[Any, np.dtype[np.bool_]]
 
 # Numbers of a job, by row of `Columns.numbers`.
 (
-    NUM_STEPS,  # nan where the job has no length
+    NUM_STEPS,  # nan if the job has no length
     STEP,
     STEP_TIME_S,
     IS_RUNNING,
@@ -29,20 +30,20 @@ BoolColumn = np.ndarray[Any, np.dtype[np.bool_]]
     WEIGHT,
     ARRIVAL_S,
     WAITING_SINCE_S,
-    TRAINED_S,
     NUM_REALLOCATIONS,
     IS_URGENT,
-    LEASE_UNTIL_S,  # -inf where it has none
+    LEASE_UNTIL_S,  # -inf without a lease
     HAS_PROMISE,
     HAS_DEVICES,
-) = range(14)
+) = range(13)
 
 
 class Columns:
     """Active jobs (waiting, starting, running) in order of arrival, and free devices of each node.
 
     `planned` says whether a job may start in a cell: one with a bound only is planned first. `held` is the cell that a
-    job has, `requested` the one that it asked for, or -1. `nodes[job]` are pairs of node and count.
+    job has, `requested` the one that it asked for, or -1. `nodes[job]` are pairs of node and count. `size[node]` are
+    the devices of a node that the fleet may use now.
     """
 
     def __init__(self, fleet: Fleet) -> None:
@@ -59,9 +60,12 @@ class Columns:
         self.node_size = [fleet.node_size(kind) for kind in range(self.num_kinds)]
         self._most = [fleet.most_devices(kind) for kind in range(self.num_kinds)]
         self._unavailable: tuple[str, ...] = ()
-        self._clear()
+        self._occupied: tuple[NodeShare, ...] = ()
+        self.size: list[int] = []
+        self._clear(list(fleet.size_of_node))
 
-    def _clear(self) -> None:
+    def _clear(self, sizes: list[int]) -> None:
+        self.size = sizes
         self.jobs: list[JobState] = []
         self.first: IntColumn = np.zeros(1, dtype=np.int64)
         self.kind: IntColumn = np.zeros(0, dtype=np.int64)
@@ -69,7 +73,7 @@ class Columns:
         self.count: IntColumn = np.zeros(0, dtype=np.int64)
         self.rate: FloatColumn = np.zeros(0)
         self.planned: BoolColumn = np.zeros(0, dtype=bool)
-        self.numbers: FloatColumn = np.zeros((14, 0))
+        self.numbers: FloatColumn = np.zeros((13, 0))
         self.best_rate: FloatColumn = np.zeros(0)
         self.held_offset: IntColumn = np.zeros(0, dtype=np.int64)
         self.requested_offset: IntColumn = np.zeros(0, dtype=np.int64)
@@ -79,6 +83,9 @@ class Columns:
         for node, kind in enumerate(self.fleet.kind_of_node):
             if self.usable(node):
                 self.nodes_of_kind[kind].append(node)
+        devices = [sum(sizes[node] for node in nodes) for nodes in self.nodes_of_kind]
+        limits = [limit for _, _, limit in self.limits]
+        self._capacity: IntColumn = np.array([*devices, *limits], dtype=np.int64)
 
     @property
     def num_jobs(self) -> int:
@@ -103,17 +110,16 @@ class Columns:
 
     def capacity(self) -> IntColumn:
         """Devices of each kind in available nodes, then limits of teams."""
-        devices = [sum(self.fleet.size_of_node[node] for node in nodes) for nodes in self.nodes_of_kind]
-        return np.array([*devices, *(limit for _, _, limit in self.limits)], dtype=np.int64)
+        return self._capacity.copy()
 
     def usable(self, node: int) -> bool:
         return self.fleet.node_names[node] not in self._unavailable
 
     def update(self, state: State) -> None:
         """Bring the columns up to date with a state of the same fleet."""
-        if state.unavailable != self._unavailable:
-            self._unavailable = state.unavailable
-            self._clear()
+        if state.unavailable != self._unavailable or state.occupied != self._occupied:
+            self._unavailable, self._occupied = state.unavailable, state.occupied
+            self._clear([state.num_usable(node) for node in range(len(self.fleet.node_names))])
         new = [job for job in state.jobs if job.phase in ACTIVE]
         rows = self._changed(new)
         if len(new) != len(self.jobs) or any(self.jobs[row].job.name != new[row].job.name for row in rows):
@@ -152,7 +158,7 @@ class Columns:
 
     def _append(self, new: list[JobState]) -> None:
         if not self.free:
-            self.free = [size if self.usable(number) else 0 for number, size in enumerate(self.fleet.size_of_node)]
+            self.free = list(self.size)
         if not new:
             return
         rows = [self._cells(state) for state in new]
@@ -248,7 +254,6 @@ class Columns:
             job.weight,
             state.arrival_s,
             state.waiting_since_s,
-            state.trained_s,
             state.num_reallocations,
             job.is_urgent,
             -np.inf if state.lease_until_s is None else state.lease_until_s,
@@ -264,7 +269,7 @@ class Columns:
         return int(offsets[0]) if len(offsets) else -1
 
     def _held(self, state: JobState, cells: tuple[Any, ...]) -> int:
-        """The cell that a job has; -1 also where it must leave one of its nodes."""
+        """The cell that a job holds, or -1; -1 also if it must leave one of its nodes."""
         allocation = state.allocation
         if allocation is None or not all(share.node not in self._unavailable for share in allocation.nodes):
             return -1

@@ -48,13 +48,13 @@ def _demand(starts, counts, gains, num_jobs, price):
     total = 0
     for job in range(num_jobs):
         best = 0.0
-        taken = 0
+        num_devices = 0
         for cell in range(starts[job], starts[job + 1]):
             value = gains[cell] - counts[cell] * price
             if value > best:
                 best = value
-                taken = counts[cell]
-        total += taken
+                num_devices = counts[cell]
+        total += num_devices
     return total
 
 
@@ -118,27 +118,27 @@ def _least_price(first, kind, limit, count, utility, required, capacity, prices,
             starts[num_jobs] = begin
             num_jobs += 1
     starts[num_jobs] = size
-    room = capacity[resource] - reserved
-    if _demand(starts, counts, gains, num_jobs, 0.0) <= room:
+    supply = capacity[resource] - reserved
+    if _demand(starts, counts, gains, num_jobs, 0.0) <= supply:
         return 0.0
     low, high = 0.0, max(most, 1e-12)
     warm = prices[resource]
     if 0.0 < warm < high:  # most of the time the price has hardly moved
         for width in (0.003, 0.03, 0.3):
             below, above = warm * (1 - width), min(high, warm * (1 + width))
-            over_below = _demand(starts, counts, gains, num_jobs, below) > room
+            over_below = _demand(starts, counts, gains, num_jobs, below) > supply
             if over_below:
                 low = max(low, below)
             else:
                 high = min(high, below)
                 continue
-            if _demand(starts, counts, gains, num_jobs, above) <= room:
+            if _demand(starts, counts, gains, num_jobs, above) <= supply:
                 high = above
                 break
             low = above
     while high - low > 1e-5 * high:
         middle = (low + high) / 2
-        if _demand(starts, counts, gains, num_jobs, middle) > room:
+        if _demand(starts, counts, gains, num_jobs, middle) > supply:
             low = middle
         else:
             high = middle

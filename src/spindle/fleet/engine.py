@@ -3,8 +3,10 @@
     LiveFleet ── start, stop, discard ──▶ Engine ── agents, ranks
     LiveFleet ◀── reports, nodes ──────── Engine
 
-`start` returns at once; the attempt waits until its devices are free. What has ended is reported until it is discarded,
-so that nothing is lost if the scheduler dies in between. Attempts outlive the scheduler: `adopt` finds them again.
+`start` returns at once; the attempt waits until its devices are free. If an engine can `prepare` an attempt, its ranks
+start earlier, while the previous attempt still trains, and do everything that needs no devices. An attempt that has
+ended is reported until it is discarded, so its end is not lost if the scheduler dies. Attempts outlive the scheduler:
+`adopt` finds them again.
 """
 
 from __future__ import annotations
@@ -41,12 +43,13 @@ class AttemptStart:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AttemptReport:
-    """How far an attempt is.
+    """The progress of an attempt.
 
-    `phase` is pending (it waits for devices), starting, running, ended, or lost: its processes are gone without a word.
-    `step` is how many steps are done, `num_taken` how many of them by this attempt; `tasks` is a digest of what it
-    trains, which it has written beside its logs. `reason` says why it waits, or why
-    it failed (`outcome`, as of an agent); `by_script`: by its own exception.
+    `phase` is pending (it waits for devices), starting, running, ended, or lost (its processes are gone without a
+    report). `step` is the number of steps done, `num_taken` how many of them by this attempt. `tasks` is a digest of
+    the workload that it trains, which it has written beside its logs. `outcome` is that of an agent; `reason` says why
+    the attempt waits or failed, and `by_script` that its own exception ended it. With `is_crowded_out` it has waited
+    for long while processes outside the fleet hold its devices.
     """
 
     job: str
@@ -60,43 +63,53 @@ class AttemptReport:
     outcome: str = ""
     by_script: bool = False
     reason: str = ""
+    is_crowded_out: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NodeStatus:
-    """A node that is there. `identity` changes when it was lost and is back; `drain_s` is how many seconds are left
-    until it leaves, where the cluster says so. A node that `is_checked` can run Spindle; None: not known yet.
-    `island` describes it, where the fleet may not know it."""
+    """An available node. `identity` changes when the node was lost and has returned. `drain_s`: seconds until it
+    leaves, if the cluster drains it. `is_checked`: whether it can run Spindle; None while unknown. `island` describes
+    the devices of a node that may be new to the fleet. `num_occupied`: devices held by processes outside the fleet, if
+    the engine can see them."""
 
     identity: str
     is_checked: bool | None = True
     island: Island | None = None
     drain_s: float | None = None
+    num_occupied: int = 0
 
 
 class Engine(Protocol):
     """Executes actions. Methods return at once."""
 
     def nodes(self) -> Mapping[str, NodeStatus]:
-        """The fleet's nodes that are there."""
+        """The available nodes of the fleet, by name."""
 
     def adopt(self) -> Sequence[Key]:
-        """Attempts that were started before this scheduler and still have processes, or have ended unnoticed."""
+        """Attempts that an earlier scheduler started, and that still run or whose end was not recorded."""
 
     def start(self, start: AttemptStart) -> None:
         """Start an attempt as soon as its devices are free."""
+
+    def prepare(self, start: AttemptStart) -> bool:
+        """Start an attempt's ranks on standby, without devices: `start` lets them train, `discard` ends them. Returns
+        False if this engine cannot prepare this attempt."""
+
+    def is_prepared(self, key: Key) -> bool | None:
+        """Whether an attempt's ranks on standby are ready; None while that is unknown."""
 
     def stop(self, key: Key, grace_s: float) -> None:
         """SIGTERM, a checkpoint within the grace period, then SIGKILL."""
 
     def discard(self, key: Key) -> None:
-        """Forget an attempt, and free whatever is left of it."""
+        """Remove an attempt, end its processes, and free its devices."""
 
     def poll(self) -> Sequence[AttemptReport]:
-        """Every attempt that was started or adopted and is not discarded."""
+        """Reports of all attempts that were started or adopted and are not discarded."""
 
     def recover(self) -> bool:
-        """After an EngineLostError: restart what can be restarted; whether it answers again."""
+        """After an EngineLostError: restart the cluster if it is ours. Returns whether the engine answers again."""
 
     def close(self, *, end_machines: bool) -> None:
-        """Let go of the cluster; `end_machines` ends what this engine started."""
+        """Disconnect from the cluster; `end_machines` ends the processes that this engine started."""

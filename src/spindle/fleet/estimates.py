@@ -11,21 +11,31 @@ from dataclasses import replace
 from types import MappingProxyType
 
 from spindle.cluster import Cluster
+from spindle.display import count_of
 from spindle.errors import ClusterError, DoesNotFitError, FleetError, ProfileError, WorkloadError
 from spindle.fleet.cells import Cell, Estimate
 from spindle.fleet.fleet import Fleet
 from spindle.fleet.job import Job
 from spindle.graph import metagraph_of
 from spindle.plan import Plan
-from spindle.planners import PlanOptions, choose_layout, graph_bound_s, make_plan, pipeline_bound_s
+from spindle.planners import (
+    PLANNERS,
+    PlanOptions,
+    choose_layout,
+    graph_bound_s,
+    make_plan,
+    pipeline_bound_s,
+    planners_of,
+)
 from spindle.profile import Profile, Roofline, fitting, roofline_profile
 from spindle.program import lower
 from spindle.recipes import Step
 from spindle.simulate import simulate
 from spindle.timeline import measure
-from spindle.workload import Workload
+from spindle.workload import GIVEN_PLAN, OWN_FUNCTION, Workload
 
 StepOn = Callable[[Cluster], Step]  # the step of a job on a cluster of one kind
+_UNSUITABLE = (ClusterError, ProfileError, WorkloadError)  # a number of devices that does not suit a job
 
 
 def workload_step(
@@ -37,7 +47,8 @@ def workload_step(
     with those.
 
     On more devices than were measured, layers are as much slower than the roofline's as they are all together on the
-    largest measured number; nothing else is extrapolated.
+    largest measured number; nothing else is extrapolated. The planner is `planner_of` the workload. A script's
+    `pipeline_parallel_degree` has to divide the number of devices.
     """
     graph = metagraph_of(workload)
     degrees = dict(workload.tensor_degrees)
@@ -49,12 +60,38 @@ def workload_step(
     def described(cluster: Cluster) -> Profile:
         return roofline_profile(graph, cluster, roofline).with_degrees(degrees)
 
+    planner, _ = planner_of(workload)
+    degree = workload.pipeline_parallel_degree or 1
+
     def step(cluster: Cluster) -> Step:
+        if cluster.num_devices % degree:
+            raise WorkloadError(
+                f"pipeline_parallel_degree={degree} of the script does not divide "
+                f"{count_of(cluster.num_devices, 'device')}"
+            )
         known = profiles.get(cluster.kind.name)
         profile = described(cluster) if known is None else _measured_on(known, cluster, described)
-        return Step(profile=lambda sizes: profile)
+        return Step(profile=lambda sizes: profile, planner=planner)
 
     return step
+
+
+def planner_of(workload: Workload) -> tuple[str, str]:
+    """The planner that plans the cells of a workload. If that is not its script's, also a sentence that says so. The
+    script then gets no plan, and plans for itself when it starts."""
+    default, chosen = planners_of(is_pipeline=False)[0], workload.planner
+    if not chosen or (chosen in PLANNERS and not PLANNERS[chosen].is_pipeline):
+        return chosen or default, ""
+    if chosen == OWN_FUNCTION:
+        subject, reason = "the script's planner is a function", "only the script can call it"
+    elif chosen == GIVEN_PLAN:
+        subject, reason = "the script has a plan of its own", "that is for one number of devices (give it as --count)"
+    elif chosen in PLANNERS:
+        subject = f"planner {chosen!r} of the script"
+        reason = "a pipeline is planned from the microbatches of each step, which only the running script has"
+    else:
+        subject, reason = f"planner {chosen!r} of the script", "no planner has that name here"
+    return default, f"{subject}: cells are estimated with {default!r}, because {reason}"
 
 
 def _measured_on(measured: Profile, cluster: Cluster, described: Callable[[Cluster], Profile]) -> Profile:
@@ -71,17 +108,22 @@ def _measured_on(measured: Profile, cluster: Cluster, described: Callable[[Clust
 
 def bound_estimates(step_on: StepOn, fleet: Fleet, job: Job) -> tuple[Estimate, ...]:
     """Bounds of every cell that a job accepts, without those that it cannot run in."""
-    estimates = []
+    estimates, refused = [], ""
     for kind, device in enumerate(fleet.kinds):
         for count in fleet.counts(kind):
             if job.accepts(device.name, count):
-                estimate = bound_estimate(step_on, fleet, Cell(kind=device.name, num_devices=count))
-                if estimate is not None:
-                    estimates.append(estimate)
+                try:
+                    estimates.append(_bound(step_on, fleet, Cell(kind=device.name, num_devices=count)))
+                except _UNSUITABLE as error:
+                    refused = f"; {error}"
     if not estimates:
+        cells = "; ".join(
+            f"{', '.join(map(str, fleet.counts(kind)))} of {device.name}" for kind, device in enumerate(fleet.kinds)
+        )
         raise FleetError(
             f"job {job.name!r} can run in no cell of the fleet: it accepts "
-            f"{', '.join(job.kinds) or 'any kind'}, {job.min_devices} to {job.max_devices or 'any number of'} devices"
+            f"{', '.join(job.kinds) or 'any kind'}, {job.min_devices} to {job.max_devices or 'any number of'} devices; "
+            f"a job may have {cells}{refused}"
         )
     return tuple(estimates)
 
@@ -89,13 +131,17 @@ def bound_estimates(step_on: StepOn, fleet: Fleet, job: Job) -> tuple[Estimate, 
 def bound_estimate(step_on: StepOn, fleet: Fleet, cell: Cell) -> Estimate | None:
     """The bound of one cell; None if its number of devices does not suit the job (a pipeline's stages, say)."""
     try:
-        step = step_on(fleet.cluster_of(fleet.kind_number(cell.kind), cell.num_devices))
-        if step.pipeline_ranks is None:
-            return Estimate(cell=cell, step_s=graph_bound_s(step.whole), grade="bound")
-        bound_s = pipeline_bound_s(step.split_profiles(), step.pipeline_ranks)
-        return Estimate(cell=replace(cell, num_stages=step.pipeline_ranks), step_s=bound_s, grade="bound")
-    except (ClusterError, ProfileError, WorkloadError):
+        return _bound(step_on, fleet, cell)
+    except _UNSUITABLE:
         return None
+
+
+def _bound(step_on: StepOn, fleet: Fleet, cell: Cell) -> Estimate:
+    step = step_on(fleet.cluster_of(fleet.kind_number(cell.kind), cell.num_devices))
+    if step.pipeline_ranks is None:
+        return Estimate(cell=cell, step_s=graph_bound_s(step.whole), grade="bound")
+    bound_s = pipeline_bound_s(step.split_profiles(), step.pipeline_ranks)
+    return Estimate(cell=replace(cell, num_stages=step.pipeline_ranks), step_s=bound_s, grade="bound")
 
 
 def planned_estimate(
@@ -129,7 +175,7 @@ def planned_cell(
 
 def _planner_input(step: Step, options: PlanOptions) -> tuple[Profile, str, PlanOptions]:
     if step.pipeline_ranks is None:
-        return step.whole, "wavefront", options
+        return step.whole, step.planner, options
     profiles = step.split_profiles()
     profile, layout = choose_layout(profiles, step.pipeline_ranks)
     bound_s = pipeline_bound_s(profiles, step.pipeline_ranks)

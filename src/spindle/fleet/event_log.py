@@ -1,4 +1,4 @@
-"""Events and actions as lines of JSON, and their replay; also those of a live fleet, from its store.
+"""Recorded events and actions, as lines of JSON or in the store of a live fleet, and their replay.
 
 The first line says which fleet and which options; then every event is followed by the actions that it led to. `replay`
 feeds the events to the scheduler again and compares its actions with the recorded ones, byte for byte.
@@ -68,12 +68,15 @@ def store_log(store: Store) -> EventLog:
 
 
 def latest_state(store: Store) -> State:
-    """The scheduler's state after all events of a store: replayed from its newest snapshot on, where there is one.
-    Refuses events to which this scheduler would not have answered as recorded."""
+    """The scheduler's state after all events of a store: replayed from its newest snapshot on, where there is one that
+    this version can read. Refuses events to which this scheduler would not have answered as recorded."""
     number, text = store.snapshot()
     state = State(fleet=store.fleet, options=store.options)
     if text:
-        state = from_json(State, json_value(text), f"{store.path}: snapshot after event {number}")
+        try:
+            state = from_json(State, json_value(text), f"{store.path}: snapshot after event {number}")
+        except InputError:  # a state of another version; all events are still there
+            number = 0
     log = EventLog(fleet=store.fleet, options=store.options, entries=tuple(store.entries(after=number)))
     result = replay(log, state)
     if result.difference:
@@ -89,6 +92,11 @@ def read_event_log(path: Path) -> EventLog:
     if is_store(path):
         with Store.open(path) as store:
             return store_log(store)
+    if not path.exists():
+        raise InputError(
+            f"{path}: no such file; expected the store of a live fleet (spindle fleet up), or events that `spindle "
+            "fleet simulate --events` wrote"
+        )
     lines = [line for line in read_text_file(path).splitlines() if line.strip()]
     if not lines:
         raise InputError(f"{path}: is empty; expected the events of a fleet, one JSON object per line")

@@ -1,21 +1,22 @@
-"""What happens to a fleet, and what the scheduler answers.
+"""Events of a fleet, and the scheduler's actions.
 
-Engines and the simulator emit events and execute actions; they decide nothing. Every event has the time at which it
-happened, in seconds on the fleet's clock; times never decrease. Events and actions have a JSON form with their kind in
-the first field, so that a store can keep them and `replay` can feed them to the scheduler again.
+Engines and the simulator emit events and execute actions; they decide nothing. Every event has a time in seconds on the
+fleet's clock; times never decrease. Events and actions have a JSON form with their type in the first field, so that
+they can be stored, and replayed through the scheduler.
 
-    Submitted   a job arrives, with estimates of its cells (bounds will do)
-    Estimated   better or other estimates: plans that were asked for, or a workload that has changed
+    Submitted   a job arrives, with estimates of its cells (bounds suffice)
+    Estimated   new estimates of a job: requested plans, or bounds of a workload that has changed
     Started     the ranks of an attempt have taken their first step; its reallocation is over
     Progressed  an attempt reports its step, and the median step time after the 20th
-    Stopped     an attempt has ended because it was told to; it resumes from `step`
+    Stopped     an attempt was stopped; its job resumes from `step`
     Completed   the script ended with exit code 0
     Failed      an attempt ended by itself: the script's own exception, or a signal, out of memory, a hung rank
-    Suspended   a user stops a job; it stays known and holds no devices
+    Suspended   a user stops a job, which releases its devices
     Resumed     a user resumes it
-    NodeJoined  a node is new, or back and checked
-    NodeLost    a node is gone, with everything on it
-    Draining    a node is to be left before a deadline
+    NodeJoined  a node is new, or has returned and was checked
+    NodeLost    a node is lost, with all attempts on it
+    Draining    jobs must leave a node before a deadline
+    Occupied    processes outside the fleet hold devices of a node that an attempt waits for (Slurm)
     Ticked      the clock: time for a round (`State.next_round_s` says when the next is due)
 
 Actions. `attempt` counts the starts of a job; only the newest may commit a checkpoint.
@@ -24,7 +25,7 @@ Actions. `attempt` counts the starts of a job; only the newest may commit a chec
     Start       start an attempt in a cell, on these nodes, as soon as their devices are free
     Stop        SIGTERM, a checkpoint within the grace period, then SIGKILL; answered by Stopped
     Resize      stop attempt - 1, then start `attempt` in another cell or on other nodes; answered by Stopped for
-                attempt - 1 and by Started for `attempt`
+                attempt - 1 and by Started for `attempt`. Attempt - 1 may train on while `attempt` is prepared
 """
 
 from __future__ import annotations
@@ -41,7 +42,7 @@ from spindle.fleet.job import Job
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NodeShare:
-    """So many devices of one node, which the engine picks."""
+    """A number of devices of one node; the engine chooses which."""
 
     node: str
     num_devices: int
@@ -66,9 +67,13 @@ class Estimated:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Started:
+    """`paused_s`: how long the job did not train, if its previous attempt trained on after the action; None if it
+    did not train since the action."""
+
     time_s: float
     job: str
     attempt: int
+    paused_s: float | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -157,6 +162,17 @@ class Draining:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Occupied:
+    """Processes outside the fleet hold `num_devices` of a node; 0 if they have released them. `jobs`, whose attempts
+    wait for these devices, are placed elsewhere."""
+
+    time_s: float
+    node: str
+    num_devices: int
+    jobs: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Ticked:
     time_s: float
 
@@ -174,6 +190,7 @@ Event = (
     | NodeJoined
     | NodeLost
     | Draining
+    | Occupied
     | Ticked
 )
 

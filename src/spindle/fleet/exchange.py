@@ -52,16 +52,16 @@ def _fits_after(old, new, kind, limit, count, free):
     """Whether a job's change from one cell to another leaves no resource of the new cell oversubscribed."""
     if new < 0:
         return True
-    room = free[kind[new]]
+    num_free = free[kind[new]]
     if old >= 0 and kind[old] == kind[new]:
-        room += count[old]
-    if room < count[new]:
+        num_free += count[old]
+    if num_free < count[new]:
         return False
     if limit[new] >= 0:
-        room = free[limit[new]]
+        num_free = free[limit[new]]
         if old >= 0 and limit[old] == limit[new]:
-            room += count[old]
-        return room >= count[new]
+            num_free += count[old]
+        return num_free >= count[new]
     return True
 
 
@@ -239,31 +239,31 @@ def _exchange(first, kind, limit, count, utility, floor, choice, free, num_kinds
                         best_job, best_cell, giver = job, new, -1
                     continue
                 if limit[new] >= 0:
-                    room = free[limit[new]]
+                    num_free = free[limit[new]]
                     if old >= 0 and limit[old] == limit[new]:
-                        room += count[old]
-                    if room < count[new]:
+                        num_free += count[old]
+                    if num_free < count[new]:
                         continue
-                lost, other, other_cell = (
+                lost, other_job, other_cell = (
                     loss[kind[new], missing],
                     loss_job[kind[new], missing],
                     loss_cell[kind[new], missing],
                 )
-                if other == job:
-                    lost, other, other_cell = (
+                if other_job == job:
+                    lost, other_job, other_cell = (
                         second[kind[new], missing],
                         second_job[kind[new], missing],
                         second_cell[kind[new], missing],
                     )
-                if other >= 0 and gain - lost > best:
+                if other_job >= 0 and gain - lost > best:
                     # Both may want the same free devices of another kind or limit.
-                    _take(choice[other], -1, kind, limit, count, free)
+                    _take(choice[other_job], -1, kind, limit, count, free)
                     _take(other_cell, 1, kind, limit, count, free)
                     if _fits_after(old, new, kind, limit, count, free):
                         best = gain - lost
-                        best_job, best_cell, giver, giver_cell = job, new, other, other_cell
+                        best_job, best_cell, giver, giver_cell = job, new, other_job, other_cell
                     _take(other_cell, -1, kind, limit, count, free)
-                    _take(choice[other], 1, kind, limit, count, free)
+                    _take(choice[other_job], 1, kind, limit, count, free)
         if best_job < 0:
             return
         if giver >= 0:

@@ -108,6 +108,11 @@ class Fleet:
         size = self.node_size(kind)
         return num_devices <= size or (num_devices % size == 0 and num_devices <= self.most_devices(kind))
 
+    def is_within_limit(self, team: str, kind: str, num_devices: int) -> bool:
+        """Whether the limit of a team leaves it so many devices of a kind."""
+        limits = (limit for entry in self.teams if entry.name == team for limit in entry.limits)
+        return all(num_devices <= limit.num_devices for limit in limits if limit.kind == kind)
+
     def kind_number(self, name: str) -> int:
         """The kind of this name; an unambiguous beginning will do (`a100` for `A100-80GB`, `a100/8` for a share)."""
         names = [kind.name for kind in self.kinds]
@@ -136,7 +141,8 @@ class Fleet:
         if not name:
             return Team(name="")
         raise FleetError(
-            f"unknown team {name!r}; the fleet has {', '.join(team.name for team in self.teams) or 'none'}"
+            f"unknown team {name!r}; the fleet has {', '.join(team.name for team in self.teams) or 'none'} "
+            "([[teams]] of its .toml file)"
         )
 
     def counts(self, kind: int) -> Iterator[int]:

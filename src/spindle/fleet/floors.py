@@ -16,21 +16,21 @@ if TYPE_CHECKING:
     from spindle.fleet.policies.policy import Round
 
 
-def floors_of(given: Round, utility: FloatColumn) -> tuple[IntColumn, tuple[int, ...]]:
+def floors_of(this_round: Round, utility: FloatColumn) -> tuple[IntColumn, tuple[int, ...]]:
     """The floor of each job, or -1, and the jobs whose lease begins."""
-    floors = _Floors(given)
+    floors = _Floors(this_round)
     floors.add_promises()
     floors.add_urgent(utility)
-    leases = floors.add_leases() if given.options.leases else ()
+    leases = floors.add_leases() if this_round.options.leases else ()
     floors.add_guarantees(utility)
     return floors.cell, leases
 
 
 class _Floors:
-    def __init__(self, given: Round) -> None:
-        self.given, self.columns = given, given.columns
+    def __init__(self, this_round: Round) -> None:
+        self.this_round, self.columns = this_round, this_round.columns
         self.cell: IntColumn = np.full(self.columns.num_jobs, -1, dtype=np.int64)
-        self.free = given.capacity.copy()
+        self.free = this_round.capacity.copy()
 
     def _fits(self, cell: int) -> bool:
         limit = self.columns.limit[cell]
@@ -51,7 +51,7 @@ class _Floors:
             kind = self.columns.kind_numbers[promised.kind]
             for cell in range(self.columns.first[job], self.columns.first[job + 1]):
                 matches = self.columns.kind[cell] == kind and self.columns.count[cell] == promised.num_devices
-                if matches and self.given.allowed[cell] and self._fits(cell):
+                if matches and self.this_round.allowed[cell] and self._fits(cell):
                     self._set(job, cell)
 
     def add_urgent(self, utility: FloatColumn) -> None:
@@ -67,31 +67,35 @@ class _Floors:
         Of each kind, new leases leave a part of the devices alone: when many jobs are due at once they would take all,
         and every short job would wait for hours. A single lease may be larger, so one is always in progress.
         """
-        now_s, columns = self.given.now_s, self.columns
+        now_s, columns = self.this_round.now_s, self.columns
         open_floor = self.cell < 0
         num_leased = np.zeros(columns.num_kinds)
-        most_leased: FloatColumn = self.given.options.lease_share * self.given.capacity[: columns.num_kinds].astype(
-            float
-        )
-        leased = open_floor & (self.given.held >= 0) & (columns.numbers[LEASE_UNTIL_S] > now_s)
+        most_leased: FloatColumn = self.this_round.options.lease_share * self.this_round.capacity[
+            : columns.num_kinds
+        ].astype(float)
+        leased = open_floor & (self.this_round.held >= 0) & (columns.numbers[LEASE_UNTIL_S] > now_s)
         for job in np.flatnonzero(leased).tolist():
-            held = int(self.given.held[job])
-            if self._fits(held):
+            held = int(self.this_round.held[job])
+            if self.this_round.allowed[held] and self._fits(held):
                 self._set(job, held)
                 num_leased[columns.kind[held]] += columns.count[held]
         waited_s = now_s - columns.numbers[WAITING_SINCE_S]
-        due = np.flatnonzero(open_floor & (self.given.held < 0) & (waited_s >= self.given.options.starvation_s))
+        due = np.flatnonzero(
+            open_floor & (self.this_round.held < 0) & (waited_s >= self.this_round.options.starvation_s)
+        )
         begun = []
         for job in sorted(due.tolist(), key=lambda job: (-waited_s[job], job)):
             cells = [
                 cell
                 for cell in range(columns.first[job], columns.first[job + 1])
-                if self.given.allowed[cell] and self._fits(cell) and self._is_leasable(cell, num_leased, most_leased)
+                if self.this_round.allowed[cell]
+                and self._fits(cell)
+                and self._is_leasable(cell, num_leased, most_leased)
             ]
             if not cells and self._fits_empty_fleet(job):
-                break  # those who have waited less must not take what becomes free
+                break  # jobs that have waited less must not take devices that become free
             if cells:
-                prices = self.given.prices
+                prices = self.this_round.prices
                 cost = [(columns.count[cell] * prices[columns.kind[cell]], columns.count[cell]) for cell in cells]
                 cheapest = cells[min(range(len(cells)), key=cost.__getitem__)]
                 self._set(job, cheapest)
@@ -104,9 +108,9 @@ class _Floors:
         return bool(num_leased[kind] == 0 or num_leased[kind] + self.columns.count[cell] <= most_leased[kind])
 
     def _fits_empty_fleet(self, job: int) -> bool:
-        """Whether a planned cell of a job would fit if nobody else had devices. Others must not wait for one that
-        cannot start."""
-        columns, capacity = self.columns, self.given.capacity
+        """Whether a planned cell of a job would fit the empty fleet. Other jobs must not wait for one that cannot
+        start."""
+        columns, capacity = self.columns, self.this_round.capacity
         cells = slice(columns.first[job], columns.first[job + 1])
         limit, count = columns.limit[cells], columns.count[cells]
         fits = (count <= capacity[columns.kind[cells]]) & ((limit < 0) | (count <= capacity[limit]))
@@ -119,21 +123,21 @@ class _Floors:
             if not team.guaranteed:
                 continue
             members = np.array([state.job.team == team.name for state in columns.jobs], dtype=bool)
-            room = np.zeros_like(self.free)
-            room[columns.num_kinds :] = self.free[columns.num_kinds :]
+            num_free = np.zeros_like(self.free)
+            num_free[columns.num_kinds :] = self.free[columns.num_kinds :]
             for guarantee in team.guaranteed:
-                room[columns.kind_numbers[guarantee.kind]] = guarantee.num_devices
-            mine = self.cell[members & (self.cell >= 0)]
-            np.subtract.at(room, columns.kind[mine], columns.count[mine])
-            room = np.clip(room, 0, self.free)
+                num_free[columns.kind_numbers[guarantee.kind]] = guarantee.num_devices
+            own_cells = self.cell[members & (self.cell >= 0)]
+            np.subtract.at(num_free, columns.kind[own_cells], columns.count[own_cells])
+            num_free = np.clip(num_free, 0, self.free)
             members &= self.cell < 0
-            if members.any() and room[: columns.num_kinds].any():
-                self._solve(members, utility, room)
+            if members.any() and num_free[: columns.num_kinds].any():
+                self._solve(members, utility, num_free)
 
     def _solve(self, members: np.ndarray, utility: FloatColumn, capacity: IntColumn) -> None:
         from spindle.fleet.policies.policy import maximise
 
         alone = np.where(members[self.columns.job_of_cell], utility, 0.0)
-        choice = maximise(self.given, alone, capacity=capacity)
+        choice = maximise(self.this_round, alone, capacity=capacity)
         for job in np.flatnonzero(choice.cells >= 0).tolist():
             self._set(job, int(choice.cells[job]))

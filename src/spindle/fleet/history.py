@@ -1,7 +1,7 @@
-"""What happened to a fleet, from the events that were recorded: a log, or the store of a live fleet.
+"""The timeline of a fleet from recorded events: of a log, or of the store of a live fleet.
 
-The scheduler is run again over the events, so its state at any time is known; the timeline is read off from how the
-state changes. Times are those of events. A rate counts in relation to the best that estimates of the job allow.
+The events are replayed through the scheduler, and the timeline follows from the changes of its state. Times are those
+of events. Rates are relative to the best rate that the job's estimates allow.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ def timeline_of_log(log: EventLog, name: str) -> FleetTimeline:
 
 
 class History:
-    """Follows the events of a fleet as they come; its `timeline` up to the last one may be asked for at any time."""
+    """Follows the events of a fleet one by one; `timeline` can be called at any time."""
 
     def __init__(self, state: State) -> None:
         self.state = state
@@ -75,7 +75,7 @@ class History:
         return job in self.open and self.open[job].attempt == attempt
 
     def _follow(self, before: State, now_s: float) -> None:
-        """Spans end where a job leaves its devices, and begin where it gets others."""
+        """End the spans of jobs that have released their devices, and begin spans of jobs that got devices."""
         old = {job.name: job for job in before.jobs}
         current = {job.name: job for job in self.state.jobs}
         for name, job in old.items():

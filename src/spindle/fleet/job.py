@@ -81,10 +81,10 @@ def read_counts(text: str) -> tuple[int, int]:
         return 1, 0
     match = re.fullmatch(r"(\d{1,7})(?:-(\d{1,7}))?", text)
     if match is None:
-        raise FleetError(f"a count is a number or a range (4, or 1-16), got {text!r}")
+        raise FleetError(f"--count: expected a number or a range of devices (4, or 1-16), got {text!r}")
     least, most = int(match[1]), int(match[2] or match[1])
     if least < 1:
-        raise FleetError(f"a job needs at least 1 device, got a count of {text}")
+        raise FleetError(f"--count: a job needs at least 1 device, got {text}")
     if most < least:
-        raise FleetError(f"expected a count from small to large, got {text}")
+        raise FleetError(f"--count: expected the smaller number first (1-16), got {text}")
     return least, most

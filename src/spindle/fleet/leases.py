@@ -27,27 +27,28 @@ class Due:
     ahead_s: float
 
 
-def goes_ahead(job: JobState) -> bool:
+def precedes_leases(job: JobState) -> bool:
     """Whether a job gets devices before those that are due a lease."""
     return job.job.is_urgent or job.promised is not None
 
 
-def note_due_jobs(state: State, due_jobs: dict[str, Due], ahead_s: float) -> None:
+def record_due_jobs(state: State, due_jobs: dict[str, Due], ahead_s: float) -> None:
     """Enter jobs that have become due. `ahead_s` is how long jobs that go ahead of leases have held devices so far."""
-    due = sorted(
-        (job.waiting_since_s, job.arrival_s, job.name)
+    due = [
+        job
         for job in state.jobs
         if job.allocation is None and state.now_s - job.waiting_since_s >= state.options.starvation_s
-    )
-    for position, (_, _, name) in enumerate(due):
-        due_jobs.setdefault(name, Due(num_ahead=position, ahead_s=ahead_s))
+    ]
+    # Of jobs that have waited equally long, leases begin with the first, as in `floors`.
+    for position, job in enumerate(sorted(due, key=lambda job: job.waiting_since_s)):
+        due_jobs.setdefault(job.name, Due(num_ahead=position, ahead_s=ahead_s))
 
 
 def check_wait(
     options: SchedulerOptions, due: Due | None, wait_s: float, ahead_s: float, cost_s: float, job: str
 ) -> None:
     """Refuse a wait that is longer than leases promise; None: the job never became due. `ahead_s` as in
-    `note_due_jobs`, until now."""
+    `record_due_jobs`, until now."""
     slack_s = options.max_interval_s
     lease_s = options.lease_s + cost_s + slack_s
     limit_s = options.starvation_s + slack_s

@@ -1,14 +1,15 @@
-"""Which machines a live fleet has: this one, nodes that do not exist, or those of a Ray cluster; and its engine."""
+"""The machines of a live fleet (this one, fake nodes, or those of a Ray or Slurm cluster), and its engine."""
 
 from __future__ import annotations
 
 import json
+import logging
 import os
 import re
 import secrets
 import socket
 import subprocess
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
@@ -54,14 +55,14 @@ def preset_of(kind: str, where: str) -> Island:
 def ray_fleet(address: str, described: Fleet | None) -> Fleet:
     """The nodes of a Ray cluster that have devices. Their kind is a label, and is described by a preset or by
     `described`."""
-    from spindle.fleet.ray_engine import RayEngine, node_name
+    from spindle.fleet.ray_cluster import RayCluster, node_name
 
-    engine = RayEngine("none", address)
+    cluster = RayCluster(address)
     try:
-        nodes = engine.alive_nodes()
+        nodes = cluster.alive_nodes()
         found = {node_name(node): ray_island(node, described, address) for node in nodes}
     finally:
-        engine.close(end_machines=False)
+        cluster.close(end_machines=False)
     names = [name for name, island in found.items() if island is not None]
     islands = [island for island in found.values() if island is not None]
     if not islands:
@@ -72,7 +73,7 @@ def ray_fleet(address: str, described: Fleet | None) -> Fleet:
 
 def ray_island(node: Mapping[str, Any], described: Fleet | None, address: str) -> Island | None:
     """The devices of a node, from what Ray says of it; None without any."""
-    from spindle.fleet.ray_engine import node_name
+    from spindle.fleet.ray_cluster import node_name
     from spindle.fleet.ray_nodes import KIND_LABEL
 
     labels, num_devices = node.get("Labels") or {}, int(node["Resources"].get("GPU", 0))
@@ -100,6 +101,23 @@ def _node_name(host: str) -> str:
     return re.sub(r"[^A-Za-z0-9_.-]", "-", host)[:63].strip("-._") or "node0"
 
 
+def node_describer(fleet: Fleet, address: str) -> Callable[[Mapping[str, Any]], Island | None]:
+    """Describes the nodes of a Ray cluster, as `ray_island` does. A node that joined without a kind, or with an unknown
+    one, is left alone, which is said once."""
+    refused: set[str] = set()
+
+    def describe(node: Mapping[str, Any]) -> Island | None:
+        try:
+            return ray_island(node, fleet, address)
+        except InputError as error:
+            if node["NodeID"] not in refused:
+                refused.add(node["NodeID"])
+                logging.getLogger("spindle").warning(f"{error}; it is not used")
+            return None
+
+    return describe
+
+
 def create_fleet(
     path: Path,
     options: SchedulerOptions,
@@ -109,7 +127,7 @@ def create_fleet(
     address: str = "",
     fleet: str = "",
 ) -> Store:
-    """A new store, with what is needed to make its engine."""
+    """A new store, with the settings of its engine."""
     if engine not in (RAY, SLURM):
         raise InputError(f"--engine: expected {RAY} or {SLURM}, got {engine!r}")
     if engine == SLURM:
@@ -137,25 +155,19 @@ def create_fleet(
 
 
 def open_engine(store: Store) -> Engine:
-    """The engine of a store: that of before, if it still runs."""
+    """The engine of a store. A local Ray that still runs is used again."""
     settings, fleet_id = json.loads(store.meta("engine") or "{}"), store.meta("id") or ""
     if settings.get("engine") == SLURM:
         from spindle.fleet.slurm_engine import SlurmEngine
 
         return SlurmEngine(fleet_id, store.fleet, folder=Path(f"{store.path.absolute()}.d"))
+    from spindle.fleet.ray_cluster import RayCluster
     from spindle.fleet.ray_engine import RayEngine
     from spindle.fleet.ray_nodes import LocalNode, LocalRay, end_local_ray, import_ray, is_listening, start_local_ray
 
     if settings.get("address"):
         address = settings["address"]
-
-        def describe(node: Mapping[str, Any]) -> Island | None:
-            try:
-                return ray_island(node, store.fleet, address)
-            except InputError:  # a node that joined without a kind is left alone
-                return None
-
-        return RayEngine(fleet_id, address, describe=describe)
+        return RayEngine(fleet_id, RayCluster(address, describe=node_describer(store.fleet, address)))
     import_ray(is_local=True)
     fleet, text = store.fleet, store.meta("ray")
     nodes = [
@@ -168,8 +180,9 @@ def open_engine(store: Store) -> Engine:
 
     local = LocalRay.parse(text) if text else None
     if local is not None and not is_listening(local.address):
-        end_local_ray(local)  # what is left of it
+        end_local_ray(local)  # processes that are left of it
         local = None
     if local is None:
         local = start_local_ray(nodes, remember)
-    return RayEngine(fleet_id, local.address, local=local, local_nodes=nodes, remember=remember)
+    cluster = RayCluster(local.address, local=local, local_nodes=nodes, remember=remember)
+    return RayEngine(fleet_id, cluster)

@@ -6,7 +6,7 @@ moved, as few devices as possible; each pays for its reallocation. Knows no util
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from spindle.fleet.columns import Columns
@@ -16,14 +16,14 @@ Nodes = tuple[tuple[int, int], ...]  # pairs of node and number of devices
 
 @dataclass(slots=True)
 class Placement:
-    """Nodes by job (row) for every job that got new ones; `failed` are those for which there was no place."""
+    """New nodes by job (row); `failed` are the jobs that could not be placed."""
 
     nodes: dict[int, Nodes] = field(default_factory=dict)
     failed: list[int] = field(default_factory=list)
 
 
 class _Layout:
-    """Free devices of each node, and who is on it: jobs inside one node only, since others have whole nodes."""
+    """Free devices of each node, and the jobs inside it. Jobs on several nodes have whole nodes, and are left out."""
 
     def __init__(self, columns: Columns, free: list[int]) -> None:
         self.fleet, self.free = columns.fleet, free
@@ -109,9 +109,16 @@ def _fewest(residents: Mapping[int, int], needed: int) -> dict[int, int] | None:
     return chosen
 
 
-def place(columns: Columns, choice: Iterable[int], held: Iterable[int]) -> Placement:
+def place(
+    columns: Columns,
+    choice: Iterable[int],
+    held: Iterable[int],
+    fixed: Container[int] = frozenset(),
+    ranks: Sequence[int] = (),
+) -> Placement:
     """Nodes for the chosen cell of each job (-1 for none); jobs that keep the cell that they hold stay where they are
-    unless they must make room."""
+    unless they must make room, which `fixed` ones never do. Jobs are placed from the highest of `ranks` on, if given,
+    and large cells before small ones."""
     cells, holds = list(choice), list(held)
     layout = _Layout(columns, list(columns.free))
     placement = Placement()
@@ -119,7 +126,7 @@ def place(columns: Columns, choice: Iterable[int], held: Iterable[int]) -> Place
     for job, (cell, held_cell) in enumerate(zip(cells, holds, strict=True)):
         nodes = columns.nodes[job]
         if cell >= 0 and cell == held_cell:
-            if len(nodes) == 1:
+            if len(nodes) == 1 and job not in fixed:
                 layout.residents.setdefault(nodes[0][0], {})[job] = nodes[0][1]
             continue
         for node, count in nodes:  # left, or never had
@@ -127,32 +134,32 @@ def place(columns: Columns, choice: Iterable[int], held: Iterable[int]) -> Place
         if cell >= 0:
             waiting.append(job)
     counts = {job: int(columns.count[cells[job]]) for job in waiting}
-    for job in sorted(waiting, key=lambda job: (-counts[job], job)):
+    for job in sorted(waiting, key=lambda job: (-ranks[job] if ranks else 0, -counts[job], job)):
         _place_job(layout, placement, columns, job, int(columns.kind[cells[job]]), counts[job])
     return placement
 
 
-def in_the_way(
-    columns: Columns, cells: list[int], placement: Placement, failed: int, has_floor: list[bool]
+def blocking_jobs(
+    columns: Columns, cells: list[int], placement: Placement, failed: int, may_leave: list[bool]
 ) -> list[int]:
-    """Jobs without a floor that would have to leave so that a job without a place gets one, on the nodes where they
-    have the fewest devices; none if that would not be enough."""
+    """Jobs of those that `may_leave` which would have to, so that a job without a place gets one, on the nodes where
+    they have the fewest devices; none if that would not be enough."""
     kind, count = int(columns.kind[cells[failed]]), int(columns.count[cells[failed]])
     size = columns.node_size[kind]
     share = min(count, size)
-    free = {node: columns.fleet.size_of_node[node] for node in columns.nodes_of_kind[kind]}
+    free = {node: columns.size[node] for node in columns.nodes_of_kind[kind]}
     leaving: dict[int, dict[int, int]] = {node: {} for node in free}
     for job, cell in enumerate(cells):
         if cell < 0 or job == failed or columns.kind[cell] != kind:
             continue
         for node, num_devices in placement.nodes.get(job, () if job in placement.failed else columns.nodes[job]):
             free[node] -= num_devices
-            if not has_floor[job]:
+            if may_leave[job]:
                 leaving[node][job] = num_devices
     options: list[tuple[int, int, dict[int, int]]] = []
-    for node, room in free.items():
-        fewest = _fewest(leaving[node], share - room) if room < share else {}
-        if fewest is not None and columns.fleet.size_of_node[node] >= share:
+    for node, num_free in free.items():
+        fewest = _fewest(leaving[node], share - num_free) if num_free < share else {}
+        if fewest is not None and columns.size[node] >= share:
             options.append((sum(fewest.values()), node, fewest))
     needed = max(1, count // size)
     if len(options) < needed:

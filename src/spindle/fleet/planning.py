@@ -1,5 +1,4 @@
-"""Plans of cells, and bounds of all cells of a job that has changed, made in a process of their own: no round waits for
-them."""
+"""A process that makes plans of cells, and bounds of a job whose workload has changed. No round waits for it."""
 
 from __future__ import annotations
 
@@ -15,7 +14,7 @@ from typing import Any
 from spindle.artifact import artifact_from_json, artifact_text
 from spindle.errors import SpindleError
 from spindle.fleet.cells import Cell, Estimate
-from spindle.fleet.estimates import StepOn, bound_estimates, planned_cell, workload_step
+from spindle.fleet.estimates import StepOn, bound_estimates, planned_cell, planner_of, workload_step
 from spindle.fleet.fleet import Fleet
 from spindle.fleet.job import Job
 from spindle.fleet.store import Submission
@@ -28,8 +27,8 @@ from spindle.workload import Workload, read_workload
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlannedCell:
-    """The answer to a request: an estimate, and the plan with its profile as text; both empty where nothing fits.
-    `tasks` is the digest of what was planned."""
+    """The answer to a request: an estimate, and the plan with its profile as text, empty if nothing fits, or if the
+    script plans for itself (`planner_note`). `tasks` is the digest of the planned workload."""
 
     job: str
     tasks: str
@@ -41,7 +40,7 @@ class PlannedCell:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ChangedJob:
-    """A job whose tasks have changed: what it trains now, and bounds of its cells; `error` where it fits none."""
+    """A job whose tasks have changed: its new workload, and bounds of its cells. `error` says why there are none."""
 
     job: str
     tasks: str
@@ -51,18 +50,23 @@ class ChangedJob:
 
 
 class PlanningProcess:
-    """Plans cells one after the other, in the order of requests."""
+    """Plans one cell at a time, in the order of requests."""
 
     def __init__(self) -> None:
         self._pool: ProcessPoolExecutor | None = None
         self._requests: dict[tuple[str, str, Cell | None], tuple[Future[Any], tuple[Any, ...]]] = {}
 
+    @property
+    def is_idle(self) -> bool:
+        """Whether all requests are answered."""
+        return not self._requests
+
     def request(self, job: str, submission: Submission, fleet: Fleet, bound: Estimate) -> None:
-        """Have a cell planned, unless that was asked for before."""
+        """Request the plan of a cell, unless that is already requested."""
         self._ask((job, tasks_of(submission), bound.cell), (plan_cell, job, submission, fleet, bound))
 
     def request_bounds(self, job: Job, submission: Submission, fleet: Fleet, tasks: str) -> None:
-        """Have bounds computed for what a job says that it trains now, unless that was asked for before."""
+        """Request bounds for the workload that a job now reports, unless these are already requested."""
         self._ask((job.name, tasks, None), (changed_job, job, submission, fleet, tasks))
 
     def _ask(self, key: tuple[str, str, Cell | None], arguments: tuple[Any, ...]) -> None:
@@ -97,14 +101,21 @@ class PlanningProcess:
 
 
 def tasks_of(submission: Submission) -> str:
-    """The digest of what a submitted script trains; empty for any other command."""
+    """The digest of a submitted script's workload; empty for any other command."""
     if submission.workload is None:
         return ""
     return artifact_from_json(submission.workload, "workload", "workload", Workload).tasks_digest
 
 
+def planner_note(submission: Submission) -> str:
+    """A sentence if a script's cells are not estimated with the planner that it chose; else empty."""
+    if submission.workload is None:
+        return ""
+    return planner_of(artifact_from_json(submission.workload, "workload", "workload", Workload))[1]
+
+
 def changed_job(job: Job, submission: Submission, fleet: Fleet, tasks: str) -> ChangedJob:
-    """Bounds of what a job says that it trains now. Its measured profiles stay where they have all layers of it."""
+    """Bounds for the workload that a job now reports. Measured profiles are kept if they have all of its layers."""
     unchanged = ChangedJob(job=job.name, tasks=tasks, submission=submission)
     try:
         workload = read_workload(workload_report(submission.logs))
@@ -141,7 +152,7 @@ def plan_cell(job: str, submission: Submission, fleet: Fleet, bound: Estimate) -
     except SpindleError as error:
         unfit = replace(bound, grade="planned", fits=False)
         return PlannedCell(job=job, tasks=tasks, estimate=unfit, plan="", profile="", error=str(error))
-    if plan is None or profile is None:
+    if plan is None or profile is None or planner_note(submission):
         return PlannedCell(job=job, tasks=tasks, estimate=estimate, plan="", profile="")
     return PlannedCell(
         job=job,

@@ -34,6 +34,7 @@ _HEALTH = {
     "health_check_timeout_ms": 4000,
     "health_check_failure_threshold": 4,
 }
+_WORKERS = {"num_workers_soft_limit": 1}  # one that is idle stays, as on nodes with CPUs, of which these have none
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -104,7 +105,7 @@ def start_local_ray(nodes: Iterable[LocalNode], remember: Callable[[LocalRay], N
             include_dashboard=False,
             min_worker_port=0,
             max_worker_port=0,
-            _system_config=dict(_HEALTH),  # to which Ray adds folders of this session
+            _system_config=_HEALTH | _WORKERS,  # to which Ray adds folders of this session
         ),
         head=True,
         shutdown_at_exit=False,
@@ -165,7 +166,7 @@ def end_local_ray(ray: LocalRay) -> None:
 
 def raylets(ray: LocalRay) -> dict[str, int]:
     """The process of each node, by the name of the node."""
-    found = {}
+    pid_of_node = {}
     for pid in session_processes(ray):
         command = _command(pid)
         if command and command[0].endswith("/raylet"):
@@ -174,15 +175,15 @@ def raylets(ray: LocalRay) -> dict[str, int]:
                     with suppress(ValueError):
                         labels = json.loads(word.removeprefix("--labels="))
                         if NODE_LABEL in labels:
-                            found[labels[NODE_LABEL]] = pid
-    return found
+                            pid_of_node[labels[NODE_LABEL]] = pid
+    return pid_of_node
 
 
 def session_processes(ray: LocalRay) -> list[int]:
     """The processes whose command names the session, with their descendants."""
     session = os.path.basename(ray.session.rstrip("/"))
     children: dict[int, list[int]] = {}
-    found = []
+    pids = []
     for entry in Path("/proc").iterdir():
         if not entry.name.isdigit():
             continue
@@ -191,13 +192,13 @@ def session_processes(ray: LocalRay) -> list[int]:
             parent = int((entry / "stat").read_text().rpartition(")")[2].split()[1])
             children.setdefault(parent, []).append(pid)
             if entry.stat().st_uid == os.getuid() and any(session in word for word in _command(pid)):
-                found.append(pid)
+                pids.append(pid)
     every: dict[int, None] = {}
-    while found:
-        pid = found.pop()
+    while pids:
+        pid = pids.pop()
         if pid not in every and pid != os.getpid():
             every[pid] = None
-            found += children.get(pid, [])
+            pids += children.get(pid, [])
     return list(every)
 
 

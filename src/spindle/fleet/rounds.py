@@ -8,11 +8,20 @@ from dataclasses import replace
 import numpy as np
 
 from spindle.fleet.cells import Cell
-from spindle.fleet.columns import BoolColumn, Columns, FloatColumn
+from spindle.fleet.columns import (
+    HAS_PROMISE,
+    IS_URGENT,
+    LEASE_UNTIL_S,
+    BoolColumn,
+    Columns,
+    FloatColumn,
+    IntColumn,
+)
+from spindle.fleet.deadlines import may_be_reallocated
 from spindle.fleet.events import Action, NodeShare, Plan, Resize, Start, Stop
-from spindle.fleet.placement import Nodes, Placement, in_the_way, place
+from spindle.fleet.placement import Nodes, Placement, blocking_jobs, place
 from spindle.fleet.policies import Choice, Round, policy_named
-from spindle.fleet.state import RUNNING, STARTING, WAITING, Allocation, JobState, KindValue, RoundReport, State, evolve
+from spindle.fleet.state import STARTING, WAITING, Allocation, JobState, KindValue, RoundReport, State, evolve
 
 _MAX_TRIES = 8  # of choosing again where cells did not pack
 
@@ -28,12 +37,13 @@ def columns_of(state: State) -> Columns:
 
 
 def round_of(state: State) -> Round:
-    """What a policy is given in a round of this state."""
+    """The input of a policy for a round of this state."""
     columns = columns_of(state)
     capacity = columns.capacity()
     held = columns.held
     allowed = columns.planned.copy()
     allowed[held[held >= 0]] = True
+    fixed = _keep_promises(columns, allowed, state.now_s)
     prices: FloatColumn = np.zeros(len(capacity))
     if len(state.prices) == len(capacity):
         prices = np.array(state.prices)
@@ -45,41 +55,67 @@ def round_of(state: State) -> Round:
         held=held,
         allowed=allowed,
         prices=prices,
+        fixed=fixed,
         num_arrived=state.num_arrived,
         num_departed=state.num_departed,
     )
 
 
+def _keep_promises(columns: Columns, allowed: BoolColumn, now_s: float) -> frozenset[int]:
+    """Disallow cells in which promised jobs would miss their deadline because of reallocations. Returns the jobs that
+    must not be moved, either."""
+    fixed = set()
+    for row in np.flatnonzero(columns.numbers[HAS_PROMISE]).tolist():
+        job = columns.jobs[row]
+        assert job.promised is not None
+        if may_be_reallocated(job, now_s):
+            continue
+        fixed.add(row)
+        held = job.allocation.cell if job.allocation is not None else job.promised
+        for cell in range(columns.first[row], columns.first[row + 1]):
+            kind, count = columns.fleet.kinds[columns.kind[cell]].name, columns.count[cell]
+            if (kind, count) not in ((held.kind, held.num_devices), (job.promised.kind, job.promised.num_devices)):
+                allowed[cell] = False
+    return frozenset(fixed)
+
+
 def run_round(state: State) -> tuple[State, tuple[Action, ...]]:
     """Reallocate: the state with the new allocation, and the actions."""
-    given = round_of(state)
-    columns = given.columns
-    policy = policy_named(state.options.policy) if len(columns.rate) else _nothing
+    this_round = round_of(state)
+    columns = this_round.columns
+    policy = policy_named(state.options.policy) if len(columns.rate) else _no_choice
     plans: list[Plan] = []
     if not columns.planned.all():
-        plans = _wanted_plans(given, policy(replace(given, allowed=np.ones_like(given.allowed))))
-    choice = policy(given)
+        plans = _wanted_plans(this_round, policy(replace(this_round, allowed=np.ones_like(this_round.allowed))))
+    choice = policy(this_round)
+    bound = choice.bound
+    is_floor_first = False  # packs less well
     for last in (False,) * (_MAX_TRIES - 1) + (True,):
         placement = Placement()
-        if not _changes(given, choice).any():
+        if not _changes(this_round, choice).any():
             break
-        placement = place(columns, choice.cells.tolist(), given.held.tolist())
+        ranks = _floor_ranks(this_round, choice).tolist() if is_floor_first else ()
+        placement = place(columns, choice.cells.tolist(), this_round.held.tolist(), this_round.fixed, ranks)
         if not placement.failed or last:
             break
         for job in placement.failed:
-            for refused in _refused(columns, choice, placement, job):
-                given.allowed[choice.cells[refused]] = False
+            for refused in _refused(this_round, choice, placement, job):
+                this_round.allowed[choice.cells[refused]] = False
+            is_floor_first = is_floor_first or _has_only_floor(choice, job)
         if len(choice.prices):
-            given.prices = choice.prices
-        choice = policy(given)
+            this_round.prices = choice.prices
+        choice = policy(this_round)
+        bound = max(bound, choice.bound)  # a choice without refused cells bounds only allocations without them
     for job in placement.failed:
+        if len(choice.utilities):
+            choice.utility -= float(choice.utilities[choice.cells[job]])
         choice.cells[job] = -1
-    jobs, actions = _apply(state, given, choice, placement)
+    jobs, actions = _apply(state, this_round, choice, placement)
     kinds = state.fleet.kinds
     report = RoundReport(
         time_s=state.now_s,
         utility=choice.utility,
-        bound=choice.bound,
+        bound=bound,
         prices=tuple(KindValue(kind=kind.name, value=float(price)) for kind, price in zip(kinds, choice.prices)),  # noqa: B905
     )
     after = evolve(
@@ -93,24 +129,55 @@ def run_round(state: State) -> tuple[State, tuple[Action, ...]]:
     return after, (*plans, *actions)
 
 
-def _refused(columns: Columns, choice: Choice, placement: Placement, failed: int) -> list[int]:
-    """The jobs that must choose again because one has no place: itself, or, if the cell is its floor, jobs without a
-    floor that are in its way."""
-    floor = choice.floor
-    if not len(floor) or floor[failed] != choice.cells[failed]:
+def _refused(this_round: Round, choice: Choice, placement: Placement, failed: int) -> list[int]:
+    """The jobs that must choose again because one has no place: itself, or jobs in its way. Those are jobs with more
+    than their floor, or, if the cell is its own floor, also with one that is served later; otherwise they must be worth
+    less together."""
+    may_leave, cells = np.ones(len(choice.cells), dtype=bool), choice.cells.copy()
+    is_owed = _has_only_floor(choice, failed)
+    if len(choice.floor):
+        ranks = _floor_ranks(this_round, choice)
+        if is_owed:  # jobs that are placed after it took only room that was not enough for it
+            counts = this_round.columns.count[cells]
+            is_later = (counts < counts[failed]) | ((counts == counts[failed]) & (np.arange(len(cells)) > failed))
+            cells[(cells != this_round.held) & (ranks == ranks[failed]) & is_later] = -1
+        may_leave = (choice.cells != choice.floor) | (ranks < (ranks[failed] if is_owed else 0))
+    elif not len(choice.utilities):
         return [failed]
-    return in_the_way(columns, choice.cells.tolist(), placement, failed, (floor >= 0).tolist()) or [failed]
+    blocking = blocking_jobs(this_round.columns, cells.tolist(), placement, failed, may_leave.tolist())
+    if not blocking:
+        return [failed]
+    worth = choice.utilities[choice.cells]
+    return blocking if is_owed or worth[blocking].sum() < worth[failed] else [failed]
 
 
-def _nothing(given: Round) -> Choice:
+def _has_only_floor(choice: Choice, job: int) -> bool:
+    """Whether the chosen cell of a job is its floor."""
+    return bool(len(choice.floor)) and bool(choice.floor[job] == choice.cells[job])
+
+
+def _floor_ranks(this_round: Round, choice: Choice) -> IntColumn:
+    """The order in which `floors` serves jobs, the last first: 0 without a floor, then guarantees, leases, urgent jobs
+    and promises."""
+    numbers = this_round.columns.numbers
+    ranks: IntColumn = np.ones(this_round.columns.num_jobs, dtype=np.int64)
+    ranks[numbers[LEASE_UNTIL_S] > this_round.now_s] = 2
+    ranks[list(choice.leases)] = 2
+    ranks[numbers[IS_URGENT] > 0] = 3
+    ranks[numbers[HAS_PROMISE] > 0] = 4
+    ranks[choice.floor < 0] = 0
+    return ranks
+
+
+def _no_choice(this_round: Round) -> Choice:
     """No job has a cell in this fleet."""
-    return Choice(cells=np.full(given.columns.num_jobs, -1, dtype=np.int64))
+    return Choice(cells=np.full(this_round.columns.num_jobs, -1, dtype=np.int64))
 
 
-def _wanted_plans(given: Round, choice: Choice) -> list[Plan]:
+def _wanted_plans(this_round: Round, choice: Choice) -> list[Plan]:
     """Plans for the chosen cells that have only a bound, each asked for once. Bounds are optimistic, so no better
     cell is missed."""
-    columns = given.columns
+    columns = this_round.columns
     wanted: list[Plan] = []
     for job, cell in enumerate(choice.cells.tolist()):
         if cell >= 0 and not columns.planned[cell]:
@@ -122,8 +189,11 @@ def _wanted_plans(given: Round, choice: Choice) -> list[Plan]:
 
 def _with_plans(jobs: tuple[JobState, ...], plans: list[Plan]) -> tuple[JobState, ...]:
     """The jobs, with the plans that were asked for."""
-    asked = {plan.job: plan.cell for plan in plans}
-    return tuple(evolve(job, planning=(*job.planning, asked[job.name])) if job.name in asked else job for job in jobs)
+    planned_cells = {plan.job: plan.cell for plan in plans}
+    return tuple(
+        evolve(job, planning=(*job.planning, planned_cells[job.name])) if job.name in planned_cells else job
+        for job in jobs
+    )
 
 
 def cell_of(columns: Columns, job: int, cell: int) -> Cell:
@@ -137,20 +207,20 @@ def cell_of(columns: Columns, job: int, cell: int) -> Cell:
     )
 
 
-def _changes(given: Round, choice: Choice) -> BoolColumn:
+def _changes(this_round: Round, choice: Choice) -> BoolColumn:
     """Jobs that get another cell than they hold. A job that must leave a node holds none, and yet has one."""
-    must_leave = (given.held < 0) & given.columns.has_devices
-    changes: BoolColumn = (choice.cells != given.held) | must_leave
+    must_leave = (this_round.held < 0) & this_round.columns.has_devices
+    changes: BoolColumn = (choice.cells != this_round.held) | must_leave
     return changes
 
 
 def _apply(
-    state: State, given: Round, choice: Choice, placement: Placement
+    state: State, this_round: Round, choice: Choice, placement: Placement
 ) -> tuple[tuple[JobState, ...], list[Action]]:
-    columns = given.columns
+    columns = this_round.columns
     cells = choice.cells
     opportunistic = choice.opportunistic or frozenset()
-    rows = sorted({*np.flatnonzero(_changes(given, choice)).tolist(), *placement.nodes})
+    rows = sorted({*np.flatnonzero(_changes(this_round, choice)).tolist(), *placement.nodes})
     if not rows and choice.opportunistic is None:
         return state.jobs, []
     replaced: dict[str, JobState] = {}
@@ -195,9 +265,8 @@ def _shares(columns: Columns, nodes: Nodes) -> tuple[NodeShare, ...]:
 
 
 def released(job: JobState, now_s: float, phase: str = WAITING) -> JobState:
-    """The job without its devices, with what it did on them."""
+    """The job after it has released its devices, with its progress and the device time that it received."""
     assert job.allocation is not None
-    trained_s = max(0.0, now_s - job.step_time_s) if job.phase == RUNNING else 0.0
     return evolve(
         job,
         phase=phase,
@@ -205,7 +274,6 @@ def released(job: JobState, now_s: float, phase: str = WAITING) -> JobState:
         step_time_s=now_s,
         allocation=None,
         waiting_since_s=now_s,
-        trained_s=job.trained_s + trained_s,
         received_s=tuple(_added(job.received_s, job.allocation.cell.kind, now_s - job.allocated_s)),
     )
 

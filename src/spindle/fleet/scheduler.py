@@ -27,6 +27,8 @@ from spindle.fleet.events import (
     Failed,
     NodeJoined,
     NodeLost,
+    NodeShare,
+    Occupied,
     Progressed,
     Resumed,
     Started,
@@ -36,8 +38,8 @@ from spindle.fleet.events import (
     Suspended,
     Ticked,
 )
-from spindle.fleet.policies import EVENT_DRIVEN
-from spindle.fleet.rounds import columns_of, released, run_round
+from spindle.fleet.policies import EVENT_DRIVEN, REQUESTED_COUNTS, fastest_rates
+from spindle.fleet.rounds import columns_of, released, round_of, run_round
 from spindle.fleet.state import (
     COMPLETED,
     FAILED,
@@ -58,7 +60,7 @@ _MAX_SCRIPT_FAILURES = 2
 
 
 def schedule(state: State, event: Event) -> tuple[State, tuple[Action, ...]]:
-    """The state after an event, and what is to be done.
+    """The state after an event, and the actions to execute.
 
     Only `Ticked` reallocates (a round); every other event is written into the state and may make a round due: at most
     every `min_interval_s`, sooner only where a drained node must be left, and at least every `max_interval_s`. Events
@@ -72,7 +74,7 @@ def schedule(state: State, event: Event) -> tuple[State, tuple[Action, ...]]:
         case Estimated():
             return _estimated(state, event), ()
         case Started():
-            return _of_attempt(state, event.job, event.attempt, lambda job: _started(state, job)), ()
+            return _of_attempt(state, event.job, event.attempt, lambda job: _started(state, job, event.paused_s)), ()
         case Progressed():
             return _progressed(state, event), ()
         case Stopped():
@@ -94,6 +96,8 @@ def schedule(state: State, event: Event) -> tuple[State, tuple[Action, ...]]:
             state.fleet.node_number(event.node)
             # A round stops or moves every job on an unavailable node.
             return _due(evolve(state, unavailable=unavailable), event.deadline_s - event.grace_s), ()
+        case Occupied():
+            return _occupied(state, event)
         case Ticked():
             return _ticked(state)
         case _:
@@ -110,14 +114,17 @@ def _ticked(state: State) -> tuple[State, tuple[Action, ...]]:
 
 
 def _is_settled(state: State, columns: Columns) -> bool:
-    """Whether time alone changes nothing: the policy acts on events only, or every job runs in its fastest cell."""
+    """Whether time alone changes nothing: the policy acts on events only, or every job runs in its fastest cell of
+    those that the policy gives it."""
     if state.options.policy in EVENT_DRIVEN:
         return True
     if any(job.phase == WAITING for job in state.jobs):
         return False
     columns.update(state)
-    held = columns.held
-    return bool((columns.rate[held] >= columns.best_rate).all()) if columns.num_jobs else True
+    if not columns.num_jobs:
+        return True
+    fastest = fastest_rates(round_of(state)) if state.options.policy in REQUESTED_COUNTS else columns.best_rate
+    return bool((columns.rate[columns.held] >= fastest).all())
 
 
 def _due(state: State, latest_s: float = math.inf) -> State:
@@ -186,10 +193,11 @@ def _estimated(state: State, event: Estimated) -> State:
     return _due(_with_job(state, changed))
 
 
-def _started(state: State, job: JobState) -> JobState:
+def _started(state: State, job: JobState, paused_s: float | None) -> JobState:
     if job.phase != STARTING:
         return job
-    costs = (*job.realloc_costs_s, state.now_s - job.allocated_s)[-_REMEMBERED_COSTS:]
+    cost_s = state.now_s - job.allocated_s if paused_s is None else paused_s
+    costs = (*job.realloc_costs_s, cost_s)[-_REMEMBERED_COSTS:]
     return evolve(job, phase=RUNNING, step_time_s=state.now_s, realloc_costs_s=costs)
 
 
@@ -197,8 +205,7 @@ def _progressed(state: State, event: Progressed) -> State:
     job = state.find(event.job)
     if job is None or job.attempt != event.attempt or job.allocation is None:
         return state
-    trained_s = max(0.0, state.now_s - job.step_time_s) if job.phase == RUNNING else 0.0
-    changed = evolve(job, phase=RUNNING, step=event.step, step_time_s=state.now_s, trained_s=job.trained_s + trained_s)
+    changed = evolve(job, phase=RUNNING, step=event.step, step_time_s=state.now_s)
     if not event.step_s:
         return _with_job(state, changed)
     cell = job.allocation.cell
@@ -318,3 +325,23 @@ def _node_lost(state: State, event: NodeLost) -> State:
         jobs.append(job)
     unavailable = tuple(sorted({*state.unavailable, event.node}))
     return _due(evolve(state, jobs=tuple(jobs), unavailable=unavailable))
+
+
+def _occupied(state: State, event: Occupied) -> tuple[State, tuple[Action, ...]]:
+    """Exclude devices that processes outside the fleet hold, but never those of the fleet's own jobs. Jobs that wait
+    for these devices release their cells."""
+    node = state.fleet.node_number(event.node)
+    waiting = [state.find(name) for name in event.jobs]
+    leaving = {job.name: job for job in waiting if job is not None and job.phase == STARTING}
+    jobs = tuple(released(job, state.now_s) if job.name in leaving else job for job in state.jobs)
+    num_own = sum(
+        share.num_devices
+        for job in jobs
+        for share in (job.allocation.nodes if job.allocation is not None else ())
+        if share.node == event.node
+    )
+    num_occupied = min(event.num_devices, state.fleet.size_of_node[node] - num_own)
+    known = {share.node: share.num_devices for share in state.occupied} | {event.node: num_occupied}
+    occupied = tuple(NodeShare(node=name, num_devices=known[name]) for name in sorted(known) if known[name] > 0)
+    stops = tuple(Stop(job=job.name, attempt=job.attempt) for job in leaving.values())
+    return _due(evolve(state, occupied=occupied, jobs=jobs)), stops

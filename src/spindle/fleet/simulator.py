@@ -1,7 +1,7 @@
-"""A whole trace under a policy: what would happen?
+"""Simulates a whole trace under a policy.
 
-The scheduler is the real one; this module stands for the engine and the machines. It knows the true step times, which
-the scheduler never sees: it gets estimates, and measurements after the 20th step of an attempt. A reallocation holds
+The scheduler is the real one; this module replaces the engine and the machines. It knows the true step times. The
+scheduler only gets estimates, and measurements after the 20th step of an attempt. A reallocation holds
 the new devices for its cost before training goes on. Every run continues until all jobs are done.
 """
 
@@ -15,7 +15,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 
 from spindle.errors import FleetError
-from spindle.fleet.cells import Cell, Estimate
+from spindle.fleet.cells import Cell, Estimate, check_limits
 from spindle.fleet.events import (
     Action,
     Completed,
@@ -46,7 +46,7 @@ from spindle.fleet.fleet_timeline import (
     waits_of,
 )
 from spindle.fleet.job import Job
-from spindle.fleet.leases import Due, are_guaranteed, check_wait, goes_ahead, note_due_jobs
+from spindle.fleet.leases import Due, are_guaranteed, check_wait, precedes_leases, record_due_jobs
 from spindle.fleet.scheduler import schedule
 from spindle.fleet.state import WAITING, JobState, SchedulerOptions, State
 from spindle.fleet.trace import Injection, Trace, TraceJob
@@ -57,7 +57,7 @@ _NEVER = math.inf
 
 @dataclass(slots=True)
 class _Run:
-    """What a job really does."""
+    """The true state of a job."""
 
     trace: TraceJob
     times: dict[tuple[str, int], float]
@@ -102,19 +102,19 @@ def simulate_fleet(
     there, and jobs that are not done count as completed at that time. With `explains` the timeline says why jobs
     waited."""
     begin_s = time.process_time()
-    machine = _Machine(trace, fleet, options, injection, observe)
-    machine.reasons = WaitReasons() if explains else None
-    machine.run(until_s)
-    timeline = machine.timeline(min(until_s, machine.state.now_s))
+    simulation = _Simulation(trace, fleet, options, injection, observe)
+    simulation.reasons = WaitReasons() if explains else None
+    simulation.run(until_s)
+    timeline = simulation.timeline(min(until_s, simulation.state.now_s))
     return SimulatedFleet(
         timeline=timeline,
-        state=machine.state,
-        round_cpu_s=machine.round_cpu_s,
+        state=simulation.state,
+        round_cpu_s=simulation.round_cpu_s,
         cpu_s=time.process_time() - begin_s,
     )
 
 
-class _Machine:
+class _Simulation:
     def __init__(
         self,
         trace: Trace,
@@ -159,7 +159,9 @@ class _Machine:
                     f"trace {self.trace.name!r}: job {job.job.name!r} has times for "
                     f"{', '.join(sorted({time.kind for time in job.times}))}, the fleet has {', '.join(sorted(kinds))}"
                 )
-            if not any(self._may_run(reported, estimate.cell) for estimate in estimates):
+            cells = [estimate.cell for estimate in estimates if self._may_run(reported, estimate.cell)]
+            check_limits(self.fleet, reported, cells)
+            if not cells:
                 raise FleetError(
                     f"trace {self.trace.name!r}: job {reported.name!r} fits in no cell of the fleet: it has times for "
                     f"{', '.join(estimate.cell.text for estimate in estimates)}, and accepts "
@@ -194,15 +196,15 @@ class _Machine:
                 return
             if next_s <= tick_s:
                 event = heapq.heappop(self.queue)[2]
-                if self._happens(event):
-                    self._tell(event)
+                if self._apply(event):
+                    self._send(event)
             else:
                 self._tick(max(tick_s, self.state.now_s))
-        # Stops whose answer nobody waits for any more stay in the queue.
+        # Outdated events of stopped attempts may stay in the queue.
 
     def _tick(self, time_s: float) -> None:
         before_s = time.process_time()
-        self._tell(Ticked(time_s=time_s))
+        self._send(Ticked(time_s=time_s))
         self.round_cpu_s.append(time.process_time() - before_s)
         report = self.state.last_round
         assert report is not None
@@ -219,7 +221,7 @@ class _Machine:
         if self.reasons is not None:
             self.reasons.note(self.state)
         if self.checks_waits:
-            note_due_jobs(self.state, self.due_jobs, self.ahead_s)
+            record_due_jobs(self.state, self.due_jobs, self.ahead_s)
         idle = len(self.rounds) > 1 and waiting == len(self.state.jobs) and not self.queue and not self.down
         if idle and self.options.starvation_s + 2 * 86400 < time_s - self.last_event_s:
             raise FleetError(
@@ -227,11 +229,11 @@ class _Machine:
                 "an empty fleet; their requests may not fit it"
             )
 
-    def _tell(self, event: Event) -> None:
-        """Tell the scheduler, and do what it answers."""
+    def _send(self, event: Event) -> None:
+        """Send an event to the scheduler, and execute its actions."""
         if not isinstance(event, Ticked):
             self.last_event_s = event.time_s
-        if self.has_ahead and any(goes_ahead(job) and job.allocation is not None for job in self.state.jobs):
+        if self.has_ahead and any(precedes_leases(job) and job.allocation is not None for job in self.state.jobs):
             self.ahead_s += max(0.0, event.time_s - self.state.now_s)
         self.state, actions = schedule(self.state, event)
         if self.observe is not None:
@@ -249,10 +251,10 @@ class _Machine:
                 case Plan():
                     raise AssertionError("every cell of a trace is planned")
         for answer in stopped:
-            self._tell(answer)
+            self._send(answer)
 
-    def _happens(self, event: Event) -> bool:
-        """What an event does to the machines; False if it has become void."""
+    def _apply(self, event: Event) -> bool:
+        """Apply an event to the machines. Returns False if it is outdated."""
         match event:
             case Started():
                 return self._started(event)
@@ -365,7 +367,7 @@ class _Machine:
                 self._leave(name, event.time_s, lost_s=math.fmod(trained_s, self.injection.checkpoint_s))
                 lost.append(LostAttempt(job=name, step=run.step))
         if lost:
-            self._tell(replace(event, attempts=tuple(lost)))
+            self._send(replace(event, attempts=tuple(lost)))
             return False
         return True
 

@@ -1,13 +1,14 @@
-"""Slurm executes actions: a start is an `sbatch`, a stop `scancel --signal=TERM`, a report what `squeue` and files say.
+"""Executes actions through Slurm: `sbatch` starts an attempt, `scancel --signal=TERM` stops it, and reports come from
+`squeue` and files.
 
     <folder>/<job>-<attempt>/   batch.sh    the script that was submitted
                                 activity/   what ranks are doing (`launch.activity`)
                                 failures/   why they failed (`launch.failure`)
                                 exit        the exit code of `srun`, once it has ended
 
-The attempt is named in the comment of the Slurm job, so the next scheduler finds it whenever the last one died.
-The folder must be on a file system that all nodes share. While the controller does not answer, nothing changes: jobs
-train on.
+The comment of the Slurm job names the attempt, so the next scheduler finds it wherever the last one died. The folder
+must be on a file system that all nodes share. While the controller does not answer, nothing changes, and jobs continue
+to train.
 """
 
 from __future__ import annotations
@@ -29,6 +30,7 @@ from spindle.artifact import write_atomically
 from spindle.cluster import Cluster, Island
 from spindle.errors import FleetError, InputError
 from spindle.fleet.engine import ENDED, LOST, PENDING, RUNNING, AttemptReport, AttemptStart, Key, NodeStatus
+from spindle.fleet.events import NodeShare
 from spindle.fleet.fleet import Fleet
 from spindle.launch import variables
 from spindle.launch.activity import HangDetector, hung_limit_s, read_activities
@@ -40,8 +42,11 @@ from spindle.launch.slurm_rank import REPORTS_FOLDER
 _COMMAND_S = 20.0  # until a command of Slurm is given up
 _POLL_S = 1.0  # between two calls of squeue
 _GONE_S = 15.0  # until an attempt that squeue does not list, and that left no exit code, is lost
-_EXPLAINED_S = 60.0  # after which it is explained why an attempt is pending
+# After this time, `status` explains why an attempt is pending, and its job is placed elsewhere if others have its GPUs.
+_EXPLAINED_S = 60.0
 _SIGNAL_S = 120  # before a time limit
+_GPUS = r"gpu:(?:([A-Za-z][\w.-]*):)?(\d+)"
+_SINFO = ((0, 128), (128, 384), (384, 640), (640, 704))  # columns of its lines
 _UP = ("idle", "mixed", "allocated", "completing", "planned", "reserved")
 
 
@@ -105,14 +110,31 @@ def slurm(*command: str) -> str:
     return answer.stdout
 
 
-def slurm_nodes() -> dict[str, tuple[str, int, str]]:
-    """Nodes by name: the kind and number of their GPUs, and their state."""
-    found = {}
-    for line in slurm("sinfo", "--Node", "--noheader", "--format=%N|%G|%T").splitlines():
-        name, gres, state = line.strip().split("|")
-        match = re.search(r"gpu:(?:([A-Za-z][\w.-]*):)?(\d+)", gres)
-        found[name] = (match[1] or "", int(match[2]), state) if match else ("", 0, state)
-    return found
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SlurmNode:
+    """A node's GPUs, how many of them jobs have, and its state."""
+
+    kind: str
+    num_gpus: int
+    num_used: int
+    state: str
+
+
+def slurm_nodes() -> dict[str, SlurmNode]:
+    """Nodes by name."""
+    nodes = {}
+    columns = "NodeList:128,Gres:256,GresUsed:256,StateLong:64"
+    for line in slurm("sinfo", "--Node", "--noheader", f"--Format={columns}").splitlines():
+        name, gres, used, state = (line[begin:end].strip() for begin, end in _SINFO)
+        match = re.search(_GPUS, gres)
+        num_used = sum(int(each[2]) for each in re.finditer(_GPUS, used))
+        nodes[name] = SlurmNode(
+            kind=(match[1] or "") if match else "",
+            num_gpus=int(match[2]) if match else 0,
+            num_used=num_used,
+            state=state,
+        )
+    return nodes
 
 
 def slurm_fleet(described: Fleet | None) -> Fleet:
@@ -120,15 +142,16 @@ def slurm_fleet(described: Fleet | None) -> Fleet:
     from spindle.fleet.machines import preset_of
 
     islands, names = [], []
-    for name, (kind, count, _) in slurm_nodes().items():
-        if not count:
+    for name, node in slurm_nodes().items():
+        kind = node.kind
+        if not node.num_gpus:
             continue
         if not kind:
             raise InputError(f"Slurm's node {name} has GPUs without a type; name it in gres.conf (Type=a100)")
         known = {} if described is None else {each.kind.name: each for each in described.cluster.islands}
         island: Island = known.get(kind) or preset_of(kind, f"Slurm's node {name}, {kind}")
         # Slurm's name of the kind, which `--gpus-per-node` needs.
-        islands.append(replace(island, num_devices=count, kind=replace(island.kind, name=kind)))
+        islands.append(replace(island, num_devices=node.num_gpus, kind=replace(island.kind, name=kind)))
         names.append(name)
     if not islands:
         raise InputError("Slurm has no node with GPUs; see GresTypes in slurm.conf, and gres.conf")
@@ -141,10 +164,11 @@ class _SlurmAttempt:
     folder: Path
     logs: str
     num_ranks: int
+    nodes: tuple[NodeShare, ...]
     slurm_id: str
     is_script: bool
     hangs: HangDetector
-    seen_s: float = 0.0
+    seen_s: float = 0.0  # when squeue listed it last
     pending_s: float | None = None
     grace_s: float | None = None  # it was asked to stop
     kill_s: float | None = None  # when its grace is over, which begins with the signal
@@ -161,6 +185,7 @@ class SlurmEngine:
         self._attempts: dict[Key, _SlurmAttempt] = {}
         self._discarded: set[str] = set()  # Slurm jobs to be cancelled, until squeue lists them no more
         self._nodes: dict[str, NodeStatus] = {}
+        self._others: dict[str, int] = {}  # devices of a node that no attempt of ours has
         self._next_poll_s = self._next_nodes_s = self._polled_s = 0.0
         slurm_nodes()  # refuses early
 
@@ -168,16 +193,33 @@ class SlurmEngine:
         if time.monotonic() >= self._next_nodes_s:
             self._next_nodes_s = time.monotonic() + 2 * _POLL_S
             with suppress(FleetError):  # the controller is away; nodes are not, as far as is known
-                found = {}
-                for name, (_, _, state) in slurm_nodes().items():
-                    plain = state.rstrip("*~#!%$@^-+")
-                    if state.endswith("*") or plain.startswith(("down", "fail", "unknown", "power")):
+                nodes = {}
+                listed = slurm_nodes()
+                before, self._others = self._others, self._of_others(listed)
+                for name, node in listed.items():
+                    plain = node.state.rstrip("*~#!%$@^-+")
+                    if node.state.endswith("*") or plain.startswith(("down", "fail", "unknown", "power")):
                         continue
                     drains = plain.startswith(("drain", "maint", "reboot"))
                     if drains or plain.startswith(_UP):
-                        found[name] = NodeStatus(identity=name, drain_s=float(_SIGNAL_S) if drains else None)
-                self._nodes = found
+                        nodes[name] = NodeStatus(
+                            identity=name,
+                            drain_s=float(_SIGNAL_S) if drains else None,
+                            # An attempt may have ended between the two questions.
+                            num_occupied=min(self._others[name], before.get(name, self._others[name])),
+                        )
+                self._nodes = nodes
         return self._nodes
+
+    def _of_others(self, nodes: Mapping[str, SlurmNode]) -> dict[str, int]:
+        """How many devices of each node are used, and not by our attempts."""
+        self._poll_queue(is_forced=True)  # afterwards: what has begun since then is ours, and not counted yet
+        used = {name: node.num_used for name, node in nodes.items()}
+        for attempt in self._attempts.values():
+            for share in attempt.nodes if attempt.state not in ("PENDING", "GONE") else ():
+                if share.node in used:
+                    used[share.node] -= share.num_devices
+        return {name: max(0, number) for name, number in used.items()}
 
     def adopt(self) -> Sequence[Key]:
         queued = self._queued()
@@ -203,6 +245,7 @@ class SlurmEngine:
             folder=folder,
             logs=data["logs"],
             num_ranks=data["num_ranks"],
+            nodes=tuple(NodeShare(node=name, num_devices=count) for name, count in data.get("nodes", {}).items()),
             slurm_id=data["slurm_id"],
             is_script=data["is_script"],
             hangs=HangDetector(data["num_ranks"], hung_limit_s()),
@@ -249,6 +292,7 @@ class SlurmEngine:
             "attempt": start.attempt,
             "logs": str(logs),
             "num_ranks": sum(share.num_devices for share in start.nodes),
+            "nodes": {share.node: share.num_devices for share in start.nodes},
             "slurm_id": "",
             "is_script": start.submission.is_script,
         }
@@ -268,6 +312,12 @@ class SlurmEngine:
             if comment.startswith(self._prefix) and attempt.isdigit():
                 queued[job, int(attempt)] = slurm_id
         return queued
+
+    def prepare(self, start: AttemptStart) -> bool:
+        return False  # Slurm starts nothing where devices are not free
+
+    def is_prepared(self, key: Key) -> bool | None:
+        return False
 
     def stop(self, key: Key, grace_s: float) -> None:
         attempt = self._attempts.get(key)
@@ -354,15 +404,25 @@ class SlurmEngine:
         if attempt.state == "PENDING":
             now_s = time.monotonic()
             attempt.pending_s = now_s if attempt.pending_s is None else attempt.pending_s
-            waits = f"Slurm leaves it pending ({attempt.reason}): its devices are occupied by others"
-            is_long = now_s - attempt.pending_s > _EXPLAINED_S
-            return replace(report, phase=PENDING, reason=waits if is_long else "Slurm has not started it yet")
+            if now_s - attempt.pending_s <= _EXPLAINED_S:
+                return replace(report, phase=PENDING, reason="Slurm has not started it yet")
+            waits = f"Slurm leaves it pending ({attempt.reason})"
+            return replace(report, phase=PENDING, reason=waits, is_crowded_out=self._is_crowded_out(attempt))
         if attempt.state == "GONE":
             if attempt.grace_s is not None:
                 return replace(report, phase=ENDED, outcome=STOPPED)
             if time.monotonic() - attempt.seen_s > _GONE_S:
                 return replace(report, phase=LOST, reason=attempt.hung or "Slurm has ended it, or its node is gone")
         return report
+
+    def _is_crowded_out(self, attempt: _SlurmAttempt) -> bool:
+        """Whether an attempt does not fit on its nodes while others hold devices there."""
+        sizes = dict(zip(self._fleet.node_names, self._fleet.size_of_node, strict=True))
+        return any(
+            self._nodes[share.node].num_occupied + share.num_devices > sizes[share.node]
+            for share in attempt.nodes
+            if share.node in self._nodes
+        )
 
     def _ended(self, report: AttemptReport, attempt: _SlurmAttempt, code: int) -> AttemptReport:
         if code == 0:

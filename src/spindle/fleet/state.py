@@ -1,4 +1,4 @@
-"""What the scheduler knows: a frozen value that is a function of the events so far, and of nothing else."""
+"""The scheduler's state: a frozen value that depends on the recorded events alone."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from spindle.fleet.job import Job
 T = TypeVar("T")
 OBJECTIVES = ("jct", "throughput")
 # Phases of a job. A starting job holds devices and does not train yet.
-WAITING, STARTING, RUNNING, SUSPENDED, COMPLETED, FAILED = PHASES = (
+WAITING, STARTING, RUNNING, SUSPENDED, COMPLETED, FAILED = (
     "waiting",
     "starting",
     "running",
@@ -81,7 +81,7 @@ class KindValue:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class JobState:
-    """One job as the scheduler knows it.
+    """The scheduler's state of one job.
 
     `step` was reported at `step_time_s`; until the next report a running job is assumed to proceed at its estimated
     rate. `corrections` are ratios of measured to planned step time, by kind. `waiting_since_s` is when it last held
@@ -101,7 +101,6 @@ class JobState:
     corrections: tuple[KindValue, ...] = ()
     waiting_since_s: float = 0.0
     allocated_s: float = 0.0
-    trained_s: float = 0.0
     received_s: tuple[KindValue, ...] = ()
     lease_until_s: float | None = None
     num_reallocations: int = 0
@@ -119,12 +118,13 @@ class JobState:
         return self.job.name
 
     @property
-    def holds_devices(self) -> bool:
-        return self.allocation is not None
+    def is_new(self) -> bool:
+        """Whether it waits for its first start."""
+        return self.phase == WAITING and self.attempt == 0
 
     @property
     def realloc_s(self) -> float:
-        """The cost of stopping and starting it: the median of what was measured, at first what was assumed."""
+        """The cost of stopping and starting it: the median of measured costs, or the initial assumption."""
         return statistics.median(self.realloc_costs_s) if self.realloc_costs_s else self.initial_realloc_s
 
     def step_at(self, time_s: float) -> float:
@@ -135,7 +135,7 @@ class JobState:
         return self.step + max(0.0, time_s - self.step_time_s) / step_s
 
     def estimate(self, cell: Cell) -> Estimate | None:
-        """What is known of a cell; None also for a running job whose new workload has no estimate there."""
+        """The estimate of a cell; None also for a running job whose new workload has no estimate there."""
         for estimate in self.estimates:
             if estimate.cell.kind == cell.kind and estimate.cell.num_devices == cell.num_devices:
                 return estimate
@@ -175,8 +175,9 @@ class RoundReport:
 class State:
     """Jobs are in order of arrival; those that have ended stay in `ended` with their last state.
 
-    `unavailable` nodes are lost or drained. `prices` warm-start the next round: one for each kind, then one for each
-    limit of a team. No round is due (`next_round_s` None) while only events could change the allocation.
+    `unavailable` nodes are lost or drained; of others, devices may be `occupied` by what is not of this fleet. `prices`
+    warm-start the next round: one for each kind, then one for each limit of a team. No round is due (`next_round_s`
+    None) while only events could change the allocation.
     """
 
     fleet: Fleet
@@ -185,6 +186,7 @@ class State:
     jobs: tuple[JobState, ...] = ()
     ended: tuple[JobState, ...] = ()
     unavailable: tuple[str, ...] = ()
+    occupied: tuple[NodeShare, ...] = ()
     prices: tuple[float, ...] = ()
     last_round_s: float | None = None
     next_round_s: float | None = None
@@ -192,6 +194,13 @@ class State:
     num_departed: int = 0
     last_round: RoundReport | None = None
     columns: Any = field(init=False, default=None, repr=False, compare=False)  # kept from round to round
+
+    def num_usable(self, node: int) -> int:
+        """The devices of a node that the fleet may use now."""
+        name = self.fleet.node_names[node]
+        if name in self.unavailable:
+            return 0
+        return self.fleet.size_of_node[node] - sum(share.num_devices for share in self.occupied if share.node == name)
 
     def find(self, name: str) -> JobState | None:
         """The job of this name that has not ended."""
@@ -202,8 +211,8 @@ class State:
 
 
 def evolve(value: T, **changes: Any) -> T:
-    """`dataclasses.replace` for a State or a JobState, which check nothing when they are made: twice as fast, and with
-    what the state keeps beside its fields. A trace of 2,000 jobs makes 200,000 of them."""
+    """`dataclasses.replace` for a State or a JobState, which have no checks on construction. It is twice as fast, and
+    keeps the columns of a state. A trace of 2,000 jobs makes 200,000 copies."""
     kind: Any = type(value)
     read, setters, position = _fields(kind)
     values = list(read(value))

@@ -3,10 +3,10 @@
     meta        the version of this format, the fleet and the scheduler's options, the clock's origin, the engine's own
     events      the log, append-only: events as `event_json` writes them, in the order the scheduler saw them
     actions     what the scheduler answered to an event, in order; `done_s` is NULL until it was executed
-    commands    what users ask for (submit, stop, drain, ...); `answer` is NULL until the scheduler has answered
+    commands    requests of users (submit, stop, drain, ...); `answer` is NULL until the scheduler has answered
     jobs        how a job is started: its command and folders, as `Submission`
     plans       plans of cells, with the profile that they were made from
-    attempts    starts of jobs and what is known of them; a view for people, nothing is decided from it
+    attempts    starts of jobs and their progress, for `status` and reports; no decision depends on it
 
 An action is written in the transaction of its event, before it is executed. So after a crash at any instruction the
 events give the scheduler's state (`schedule` is pure), and actions without `done_s` are those that may have to be
@@ -29,7 +29,7 @@ from typing import Any
 
 from spindle.artifact import from_json, to_json
 from spindle.errors import InputError, StoreError
-from spindle.fleet.cells import Cell
+from spindle.fleet.cells import Cell, Estimate
 from spindle.fleet.events import (
     Action,
     Event,
@@ -78,7 +78,8 @@ CREATE TRIGGER events_last BEFORE DELETE ON events BEGIN SELECT RAISE(ABORT, 'ev
 class Submission:
     """How a job is started. `command` is a training script with its arguments (`is_script`), or any program with its
     own; it runs in `folder`, with `environment` added, and its ranks write to `logs`. `workload` is what the script
-    trains, from which its cells are planned; `profiles` are measurements of it, by kind of device."""
+    trains, from which its cells are planned; `profiles` are measurements of it, by kind of device. `sweep` is the
+    option at the end of the command whose values are trials, with these values."""
 
     command: tuple[str, ...]
     is_script: bool
@@ -87,6 +88,7 @@ class Submission:
     environment: dict[str, str]
     workload: dict[str, Any] | None = None
     profiles: dict[str, dict[str, Any]] = field(default_factory=dict)
+    sweep: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -99,8 +101,19 @@ class StoredPlan:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Join:
+    """Adds trials to a waiting job: its new submission, estimates and plans, if its submission is still `before`."""
+
+    job: str
+    before: Submission
+    submission: Submission
+    estimates: tuple[Estimate, ...]
+    plans: tuple[StoredPlan, ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Command:
-    """What a user asked for: `body` is an object whose `command` names it."""
+    """A user's request: `body` is an object whose `command` names it."""
 
     number: int
     unix_s: float
@@ -109,8 +122,8 @@ class Command:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AttemptRecord:
-    """A start of a job, and what is known of it. Times are on the fleet's clock; `ready_s` is its first step,
-    `saved_step` that of its newest checkpoint, in the folder `checkpoints`. `outcome` is empty while it runs."""
+    """A start of a job, and its progress. Times are on the fleet's clock. `ready_s` is the time of its first step,
+    `saved_step` the step of its newest checkpoint, in the folder `checkpoints`. `outcome` is empty while it runs."""
 
     job: str
     attempt: int
@@ -162,7 +175,8 @@ class Store:
     def create(
         cls, path: Path, fleet: Fleet, options: SchedulerOptions, settings: Mapping[str, str] | None = None
     ) -> Store:
-        """A new store, whose clock starts now, with these settings of its engine. It gets its name when it is whole."""
+        """A new store, whose clock starts now, with these settings of its engine. The file appears under its name when
+        it is complete."""
         part = path.with_name(f"{path.name}.{secrets.token_hex(4)}.part")
         try:
             os.close(os.open(part, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o600))
@@ -219,7 +233,7 @@ class Store:
     # One scheduler.
 
     def take_lock(self) -> None:
-        """Become the scheduler of this store, until the process ends; refused while there is one."""
+        """Become the scheduler of this store until the process ends; refused while another one runs."""
         descriptor = os.open(_lock_path(self.path), os.O_RDWR | os.O_CREAT, 0o600)
         end_s = time.monotonic() + _LOCK_S
         while True:
@@ -295,7 +309,7 @@ class Store:
             cursor.execute("UPDATE actions SET done_s = ? WHERE number = ?", (time_s, action))
 
     def entries(self, *, after: int = 0) -> list[tuple[Event, tuple[str, ...]]]:
-        """Every event after that of a number, with the text of its actions."""
+        """All events after the one with this number, with the text of their actions."""
         with _errors(self.path):
             # Events first: a scheduler may append one between the two, and actions without an event are left out.
             query = "SELECT number, body FROM events WHERE number > ? ORDER BY number"
@@ -338,7 +352,7 @@ class Store:
     # Commands.
 
     def request(self, body: dict[str, Any]) -> int:
-        """Ask the scheduler for something; returns the number of the command."""
+        """Write a command for the scheduler; returns its number."""
         with self._transaction() as cursor:
             row = (time.time(), _dump(body))
             return cursor.execute("INSERT INTO commands (unix_s, body) VALUES (?, ?)", row).lastrowid or 0
@@ -415,7 +429,7 @@ class Store:
         ]
 
     def set_waits(self, reasons: dict[str, str]) -> None:
-        """Why jobs that have devices do not start, for people."""
+        """Store why jobs that have devices do not start, for `status`."""
         text = _dump(reasons)
         if text != (self.meta("waits") or "{}"):
             self.set_meta("waits", text)
@@ -423,7 +437,7 @@ class Store:
     def waits(self) -> dict[str, str]:
         return json.loads(self.meta("waits") or "{}")  # type: ignore[no-any-return]
 
-    # What engines keep.
+    # Settings of the engine.
 
     def meta(self, key: str) -> str | None:
         with _errors(self.path):
@@ -453,7 +467,7 @@ def _connect(path: Path) -> sqlite3.Connection:
 
 
 def _check_meta(path: Path, connection: sqlite3.Connection) -> None:
-    """Refuse what is not the store of a fleet, or of another version."""
+    """Refuse files that are not the store of a fleet, and stores of another version."""
     try:
         meta = dict(connection.execute("SELECT key, value FROM meta WHERE key IN ('spindle', 'version')"))
     except sqlite3.DatabaseError as error:
@@ -473,7 +487,7 @@ def _check_meta(path: Path, connection: sqlite3.Connection) -> None:
 
 
 def _configure(path: Path, connection: sqlite3.Connection) -> None:
-    # A write-ahead log needs memory that all processes share, which a network file system has not.
+    # A write-ahead log needs shared memory between processes, which a network file system does not offer.
     connection.execute(f"PRAGMA journal_mode = {'DELETE' if network_file_system(path) else 'WAL'}")
     connection.execute("PRAGMA synchronous = FULL")
 
@@ -520,7 +534,7 @@ def _dump(value: Any) -> str:
 
 @contextmanager
 def _errors(path: Path) -> Iterator[None]:
-    """Raise what SQLite says as one error that names the store."""
+    """Turn errors of SQLite into one error that names the store."""
     try:
         yield
     except sqlite3.Error as error:

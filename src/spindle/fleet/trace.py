@@ -125,6 +125,7 @@ def read_trace(path: Path, models: ModelTable | None = None) -> Trace:
 
 
 _JOB_FIELDS = ("team", "priority", "deadline_s", "kinds", "min_devices", "max_devices", "state_bytes")
+_COLUMNS = ("name", "time_s", "num_steps", "times", "model", "requested", *_JOB_FIELDS)
 
 
 def _trace_job(data: Any, where: str, models: ModelTable) -> TraceJob:
@@ -152,9 +153,9 @@ def _trace_job(data: Any, where: str, models: ModelTable) -> TraceJob:
         },
         where,
     )
-    unknown = data.keys() - {"name", "time_s", "num_steps", "requested", "times", "model", *_JOB_FIELDS}
+    unknown = data.keys() - set(_COLUMNS)
     if unknown:
-        raise InputError(f"{where}: unknown column {sorted(unknown)[0]!r}; see `spindle fleet simulate --help`")
+        raise InputError(f"{where}: unknown column {sorted(unknown)[0]!r}; the columns are {', '.join(_COLUMNS)}")
     assert job.num_steps is not None
     return TraceJob(job=job, arrival_s=arrival_s, num_steps=job.num_steps, times=times)
 

@@ -24,6 +24,7 @@ from spindle.fleet.state import SchedulerOptions
 
 _HOUR_S = 3600.0
 _LEAST_S = 1.0  # a job that is nearly done has this much ahead
+_BELIEVED_S = 120.0  # for so long, a job that has reported a step before its last one is not past it
 
 
 def steps_done(columns: Columns, now_s: float) -> FloatColumn:
@@ -40,8 +41,12 @@ def steps_done(columns: Columns, now_s: float) -> FloatColumn:
 def remaining_steps(columns: Columns, now_s: float) -> FloatColumn:
     """Steps that each job has ahead. One without a length, or past it, is assumed to have as much ahead as behind, and
     at least an hour."""
+    numbers = columns.numbers
     done = steps_done(columns, now_s)
-    left = columns.numbers[NUM_STEPS] - done
+    left = numbers[NUM_STEPS] - done
+    # One that saves its last checkpoint is expected to be done, and must not be moved.
+    is_nearly_done = (numbers[STEP] < numbers[NUM_STEPS]) & (now_s - numbers[STEP_TIME_S] <= _BELIEVED_S)
+    left = np.where(is_nearly_done, np.maximum(left, 1.0), left)
     assumed = np.maximum(done, _HOUR_S * columns.best_rate)
     return np.where(left > 0, left, assumed)  # nan is not above 0
 

@@ -25,13 +25,13 @@ class Operator:
 
 
 def contract(operators: Sequence[Operator], edges: Sequence[tuple[int, int]]) -> list[list[int]]:
-    """Runs of operators to merge, each in flow order, ordered by their first operator."""
+    """The runs of operators to merge, each in flow order, ordered by their first operator."""
     out_degree = [0] * len(operators)
     in_degree = [0] * len(operators)
     for producer, consumer in edges:
         out_degree[producer] += 1
         in_degree[consumer] += 1
-    # Which operator continues a run with which. Degrees of one on both sides make it unique.
+    # Producer → the consumer that continues its run; degrees of one at both ends make it unique.
     following: dict[int, int] = {}
     for producer, consumer in edges:
         first, second = operators[producer], operators[consumer]
@@ -73,9 +73,14 @@ def metagraph_of(workload: Workload) -> MetaGraph:
     operators: list[Operator] = []
     origins: list[_Origin] = []
     edges: list[tuple[int, int]] = []
+    ends: dict[str, tuple[int, int]] = {}  # first and last layer of each call, by `task/call`
+    order_edges: list[tuple[int, int]] = []
+    last_with: dict[str, int] = {}  # by state: the last layer of the last call so far that changes it
     for task in workload.tasks:
-        ends: dict[str, tuple[int, int]] = {}
         for call in task.calls:
+            if call.same_as:
+                ends[f"{task.name}/{call.name}"] = ends[call.same_as]
+                continue
             costs = dict(call.costs)
             first = len(operators)
             for position, layer in enumerate(modules[call.module].layers):
@@ -104,16 +109,27 @@ def metagraph_of(workload: Workload) -> MetaGraph:
                 )
                 if position:
                     edges.append((len(operators) - 2, len(operators) - 1))
-            ends[call.name] = (first, len(operators) - 1)
-        edges += [(ends[producer][1], ends[consumer][0]) for producer, consumer in task.flows]
+            ends[f"{task.name}/{call.name}"] = (first, len(operators) - 1)
+            for state in dict.fromkeys(cost.state for cost in costs.values() if cost.state):
+                if state in last_with:
+                    order_edges.append((last_with[state], first))
+                last_with[state] = len(operators) - 1
+        is_computed = {call.name: not call.same_as for call in task.calls}
+        edges += [
+            (ends[f"{task.name}/{producer}"][1], ends[f"{task.name}/{consumer}"][0])
+            for producer, consumer in task.flows
+            if is_computed[consumer]
+        ]
 
     # Contract, then name each operator's run, so that edges between operators become edges between runs.
     runs = [piece for run in contract(operators, edges) for piece in _cut_at_calls(run, origins)]
     run_of = {operator: number for number, run in enumerate(runs) for operator in run}
+    data = dict.fromkeys((run_of[a], run_of[b]) for a, b in edges if run_of[a] != run_of[b])
     return MetaGraph(
         name=workload.name,
         metaops=tuple(_metaop([origins[operator] for operator in run]) for run in runs),
-        edges=tuple(dict.fromkeys((run_of[a], run_of[b]) for a, b in edges if run_of[a] != run_of[b])),
+        edges=tuple(data),
+        order_edges=tuple((run_of[a], run_of[b]) for a, b in order_edges if (run_of[a], run_of[b]) not in data),
         parameters=workload.parameters,
         numerics=workload.numerics,
         remarks=workload.remarks,

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import hashlib
-import json
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import TypeVar
 
-from spindle.artifact import to_json
+from spindle.artifact import json_text
 from spindle.errors import WorkloadError
 from spindle.workload import LayerCost, ModuleRemark, Numerics, Parameter
 
@@ -18,9 +18,9 @@ Node = TypeVar("Node", int, str)
 class MetaOp:
     """A run of identical layers in one call of one module by one task.
 
-    An op of an abstract graph has no module, no cost and no parameters: only its curve is known. `microbatch` is for
-    graphs of a step whose batch is cut into several. `parameters` holds, for each layer, the positions of its
-    parameters in the graph's list.
+    An op of an abstract graph has no module, no cost and no parameters: only its curve is known. `microbatch` is 0
+    unless the graph is of a step whose batch is cut into several. `parameters` holds, for each layer, the positions of
+    its parameters in the graph's list.
 
     A *part* is some items (images, clips) of one item call of a microbatch, as a call of its own: `vision.2` of task
     `m03`. `items` are their numbers among all items of that call, from 0; parts of a call have each item once between
@@ -41,7 +41,7 @@ class MetaOp:
 
     @property
     def whole_call(self) -> str:
-        """The call that it is of, or that it is a part of."""
+        """The name of its call; for a part, of the call that it is a part of."""
         return (self.call or "").rpartition(".")[0] if self.items else self.call or ""
 
     def __post_init__(self) -> None:
@@ -53,9 +53,12 @@ class MetaOp:
             raise WorkloadError(f"op {self.name!r}: batch must be at least 1, got {self.batch_size}")
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class MetaGraph:
-    """MetaOps and edges `(producer, consumer)` by position, without cycles."""
+    """MetaOps and edges `(producer, consumer)` by position, without cycles.
+
+    `order_edges` carry no data: the second op needs the state (running statistics) that the first one has changed.
+    """
 
     name: str
     metaops: tuple[MetaOp, ...]
@@ -63,11 +66,11 @@ class MetaGraph:
     parameters: tuple[Parameter, ...] = ()
     numerics: Numerics = Numerics()
     remarks: tuple[ModuleRemark, ...] = field(default=(), compare=False)
+    order_edges: tuple[tuple[int, int], ...] = ()
     predecessors: tuple[tuple[int, ...], ...] = field(init=False, repr=False, compare=False)
     successors: tuple[tuple[int, ...], ...] = field(init=False, repr=False, compare=False)
     order: tuple[int, ...] = field(init=False, repr=False, compare=False)  # topological, stable
     levels: tuple[int, ...] = field(init=False, repr=False, compare=False)  # longest path from a source, in edges
-    fingerprint: str = field(init=False, repr=False, compare=False)  # identifies the graph; does not depend on times
 
     def __post_init__(self) -> None:
         if not self.metaops:
@@ -79,7 +82,7 @@ class MetaGraph:
         self._refuse_positions()
         predecessors: list[list[int]] = [[] for _ in self.metaops]
         successors: list[list[int]] = [[] for _ in self.metaops]
-        for producer, consumer in self.edges:
+        for producer, consumer in self.all_edges:
             predecessors[consumer].append(producer)
             successors[producer].append(consumer)
         order = topological_order(names, predecessors, successors)
@@ -90,14 +93,19 @@ class MetaGraph:
         object.__setattr__(self, "successors", tuple(map(tuple, successors)))
         object.__setattr__(self, "order", tuple(order))
         object.__setattr__(self, "levels", tuple(levels))
-        body = [to_json(self.metaops), self.edges, to_json(self.parameters), to_json(self.numerics)]
-        digest = hashlib.sha256(json.dumps(body, sort_keys=True).encode()).hexdigest()
-        object.__setattr__(self, "fingerprint", digest[:16])
+
+    @cached_property
+    def fingerprint(self) -> str:
+        """Identifies the graph; does not depend on times. Computed on first use, because graphs of single steps are
+        large and ranks that do not plan never need it."""
+        body: tuple[object, ...] = (self.metaops, self.edges, self.parameters, self.numerics)
+        body += (self.order_edges,) if self.order_edges else ()
+        return hashlib.sha256(json_text(body).encode()).hexdigest()[:16]
 
     def _refuse_positions(self) -> None:
-        """Refuse edges to ops, and parameters of layers, that do not exist. Negative positions would count from the
-        end."""
-        for edge in self.edges:
+        """Refuse edges to ops that do not exist, and layers with parameters that do not exist. Negative positions are
+        refused, too: Python would count them from the end."""
+        for edge in self.all_edges:
             if edge[0] == edge[1] or not all(0 <= position < len(self.metaops) for position in edge):
                 raise WorkloadError(f"edge {list(edge)}: expected two ops, 0 to {len(self.metaops) - 1}")
         for op in self.metaops:
@@ -113,9 +121,36 @@ class MetaGraph:
                     f"op {op.name!r}: there is no parameter {got}, the graph has {len(self.parameters)}, from 0"
                 )
 
+    @cached_property
+    def positions(self) -> dict[str, int]:
+        """Op name → position in `metaops`."""
+        return {op.name: position for position, op in enumerate(self.metaops)}
+
+    @property
+    def all_edges(self) -> tuple[tuple[int, int], ...]:
+        """Edges that carry data, and those that do not."""
+        return (*self.edges, *self.order_edges)
+
     @property
     def tasks(self) -> tuple[str, ...]:
         return tuple(dict.fromkeys(op.task for op in self.metaops))
+
+    @property
+    def task_groups(self) -> dict[str, str]:
+        """Task → the first task of its group; tasks are grouped if edges connect their ops, directly or through other
+        tasks."""
+        first = {task: task for task in self.tasks}
+        for producer, consumer in self.all_edges:
+            names = {first[self.metaops[position].task] for position in (producer, consumer)}
+            if len(names) > 1:
+                joined = next(task for task in first if task in names)
+                first = {task: joined if name in names else name for task, name in first.items()}
+        return first
+
+    def source_name(self, producer: int, consumer: int) -> str:
+        """The name by which a consumer refers to the call of its producer: with the task in front if that differs."""
+        op = self.metaops[producer]
+        return op.whole_call if op.task == self.metaops[consumer].task else f"{op.task}/{op.whole_call}"
 
     @property
     def modules(self) -> tuple[str, ...]:

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from spindle.launch.capture import Capture, Captured, ProfileCapture, WorkloadCapture, active_capture
     from spindle.launch.failure import INTERRUPTED, end_by_error, install_hook, is_debugging
     from spindle.launch.mps import VIRTUAL_VARIABLE
-    from spindle.launch.user_code import is_users
+    from spindle.launch.user_code import innermost_users, is_users, line_text
     from spindle.launch.worker import die_with_parent
 
 __all__ = [
@@ -28,9 +28,11 @@ __all__ = [
     "active_capture",
     "die_with_parent",
     "end_by_error",
+    "innermost_users",
     "install_hook",
     "is_debugging",
     "is_users",
+    "line_text",
     "recorder",
 ]
 _MODULES = {
@@ -38,7 +40,7 @@ _MODULES = {
     "capture": ("Capture", "Captured", "ProfileCapture", "WorkloadCapture", "active_capture"),
     "failure": ("INTERRUPTED", "end_by_error", "install_hook", "is_debugging"),
     "mps": ("VIRTUAL_VARIABLE",),
-    "user_code": ("is_users",),
+    "user_code": ("innermost_users", "is_users", "line_text"),
     "worker": ("die_with_parent",),
 }
 

@@ -25,15 +25,17 @@ from pathlib import Path
 from spindle.launch import variables
 from spindle.launch.user_code import is_users
 
-RECORD_S = 5.0  # between two records
+RECORD_S = 5.0  # seconds between two records
 LIMIT_VARIABLE = "SPINDLE_HUNG_S"  # seconds without progress after which a rank hangs; 0: never
 LIMIT_S = 60.0
-_WARM_STEPS = 20  # that do not count in the median of a step
-_LEAST_STEPS = 5  # that a median is of
+_WARM_STEPS = 20  # the first steps, which do not count in the median
+_LEAST_STEPS = 5  # the least number of steps for a median
 _MEDIAN_OF = 50
-_LONGEST_STEPS = 20  # no rank hangs before so many of the longest steps
-_PATIENCE = 10  # times the limit: first steps compile, a callback may evaluate, and a loader wait for a file system
-_SLOW = 1.3  # times as long as predicted, relative to other ranks
+_LONGEST_STEPS = 20  # a rank counts as hung only after this many times its longest step
+# Factor on the limit: first steps compile, a callback may evaluate, and a loader may wait for a file system.
+_PATIENCE = 10
+HUNG_ON_STEP_S = _PATIENCE * LIMIT_S  # without progress, after which a rank in `on_step` counts as hung
+_SLOW = 1.3  # how many times as long as predicted compute may take, relative to other ranks
 ON_STEP, LOADING = USERS_PHASES = ("on_step", "reading a batch")
 
 
@@ -43,22 +45,22 @@ class Activity:
 
     num_records: int
     num_events: int  # grows with everything that the main thread completes
-    step: int | None  # the next one; None where the rank is not watched
+    step: int | None  # the next step; None if the rank is not watched
     longest_step_s: float
     phase: str
-    waiting: str  # what it waits for others for; empty if it does not
+    waiting: str  # what it waits for from other ranks; empty if it does not
     where: str  # the line of the script that it runs
-    checkpoint_every: int | None = None  # steps
+    checkpoint_every: int | None = None  # how many steps lie between checkpoints
     checkpoints: str = ""  # the folder of its checkpoints
     step_s: float | None = None  # median of its last steps, once it has taken enough of them
     num_taken: int = 0  # steps that this process has taken
-    slowness: float | None = None  # compute measured over predicted, of the last steps
+    slowness: float | None = None  # measured over predicted compute of the last steps
     host: str = ""
-    is_first_step: bool = False  # of a fit, or after a pause
+    is_first_step: bool = False  # whether it is in the first step of a fit, or after a pause
     tasks: str = ""  # a digest of what it trains
 
     def __post_init__(self) -> None:
-        """Validate the fields: records are read from files."""
+        """Validate the fields, because records are read from files."""
         for name in ("num_records", "num_events"):
             if not isinstance(getattr(self, name), int):
                 raise ValueError(f"not a record of a rank's activity: {self!r}")
@@ -70,7 +72,7 @@ class Activity:
 
 
 class Recorder:
-    """What the main thread of this process is doing. Its attributes are set by the main thread alone."""
+    """What the main thread of this process is doing. Only the main thread sets its attributes."""
 
     def __init__(self) -> None:
         self.step: int | None = None
@@ -89,7 +91,7 @@ class Recorder:
         self._thread: threading.Thread | None = None
 
     def begin(self, step: int) -> None:
-        """Note that steps begin. The first is no measure of those that follow."""
+        """Note that steps begin. The first one says nothing about those that follow."""
         self.step, self.is_watched, self._last_s, self._longest_step_s = step, True, None, 0.0
         self._is_first_step = True
 
@@ -105,18 +107,18 @@ class Recorder:
         self.num_events += 1
 
     def begin_tasks(self, tasks: str) -> None:
-        """Note what is trained from the next step on, as a digest; steps of other tasks are no measure of it."""
+        """Note what is trained from the next step on, as a digest. Steps of other tasks say nothing about it."""
         if tasks != self._tasks:
             self._tasks = tasks
             self._steps_s.clear()
             self._last_s = None
 
     def pause(self) -> None:
-        """End the watch, until another step begins."""
+        """End the watch until another step begins."""
         self._last_s, self.is_watched = None, False
 
     def resume(self) -> None:
-        """Note that a step begins, if the watch has ended."""
+        """Note that a step begins, if the watch had ended."""
         if not self.is_watched:
             self.is_watched = self._is_first_step = True
             self.num_events += 1
@@ -154,7 +156,7 @@ class Recorder:
         )
 
     def start(self) -> None:
-        """Record to the launcher's folder, if there is one. Idempotent."""
+        """Start to write records into the launcher's folder, if there is one. May be called several times."""
         folder, rank = os.environ.get(variables.ACTIVITY), os.environ.get("RANK")
         if folder is None or rank is None or self._thread is not None:
             return
@@ -180,14 +182,14 @@ recorder = Recorder()  # of this process, as `sys.modules` is
 
 
 def parse_activity(text: str) -> Activity | None:
-    """Parse a record; None if the text is not one, because its writer may be failing."""
+    """Parse a record. None if the text is not one, because its writer may be failing."""
     with suppress(ValueError, TypeError):
         return Activity(**json.loads(text))
     return None
 
 
 def read_activities(folder: Path, ranks: Iterable[int]) -> dict[int, Activity]:
-    """The last record of each of these ranks that has written one."""
+    """The last record of each of these ranks, for those that have written one."""
     activities = {}
     for rank in ranks:
         with suppress(OSError):
@@ -198,17 +200,18 @@ def read_activities(folder: Path, ranks: Iterable[int]) -> dict[int, Activity]:
 
 
 def hung_limit_s() -> float:
-    """Seconds without progress after which a rank hangs, before longer steps are taken into account; 0: never."""
+    """Seconds without progress after which a rank counts as hung, before longer steps are taken into account. 0:
+    never."""
     with suppress(ValueError):
         return max(0.0, float(os.environ.get(LIMIT_VARIABLE, LIMIT_S)))
     return LIMIT_S
 
 
 class HangDetector:
-    """Finds ranks that hang: no rank has made progress for a long time, and these are not waiting for others.
+    """Finds ranks that hang: no rank has made progress for a long time, and these ranks do not wait for others.
 
-    Time is what the caller counts, not a clock, so that a job that is stopped and continued as a whole goes on. Without
-    `sees_all` there are further ranks elsewhere: where all of these wait, another one hangs.
+    The caller counts the time, not a clock, so that a job that is stopped and continued as a whole goes on. Without
+    `sees_all`, there are further ranks elsewhere: if all of these wait, another one hangs.
     """
 
     def __init__(self, num_ranks: int, limit_s: float, *, sees_all: bool = True) -> None:
@@ -219,7 +222,7 @@ class HangDetector:
         self._unrecorded_s: dict[int, float] = {}
 
     def hung(self, activities: Mapping[int, Activity], elapsed_s: float) -> dict[int, str]:
-        """Ranks that hang, each with a description; `elapsed_s` is the time since the last call."""
+        """The ranks that hang, each with a description. `elapsed_s` is the time since the last call."""
         for rank, activity in activities.items():
             is_new = self._records.get(rank) != activity.num_records
             self._records[rank] = activity.num_records
@@ -280,7 +283,7 @@ def _is_debugged() -> bool:
 
 
 def _place_of_main_thread() -> str:
-    """The innermost line of user code that the main thread is running; without user code on the stack, the innermost
+    """The innermost line of user code that the main thread is running; if there is none on the stack, the innermost
     line."""
     frame = innermost = sys._current_frames().get(threading.main_thread().ident or 0)
     while frame is not None and not is_users(frame.f_code):

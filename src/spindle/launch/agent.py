@@ -5,8 +5,9 @@
                               └──▶ a rank failed, was killed or hangs          ──▶ failed, with the verdict
 
 The agent decides nothing: it starts ranks with torchrun's variables, reports how far they are, and ends them when it is
-told to, or when it cannot reach its cluster for 20 s: then another attempt may have been started elsewhere. Knows
-neither Ray nor Slurm.
+told to, or when it cannot reach its cluster for 20 s: then another attempt may have been started elsewhere. Instead of
+`start`, ranks may be prepared, while their devices are not free yet, and begin later (`standby`). Knows neither Ray nor
+Slurm.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from contextlib import ExitStack, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from spindle.launch import variables
+from spindle.launch import standby, variables
 from spindle.launch.folders import private_folder
 from spindle.launch.node_memory import forget, keep, node_memory
 from spindle.launch.ranks import (
@@ -38,7 +39,8 @@ from spindle.launch.ranks import (
 from spindle.launch.verdict import verdict
 
 COMPLETED, STOPPED, FAILED = "completed", "stopped", "failed"
-CUT_OFF_S = 20.0  # without an answer of the cluster, after which an agent stops its ranks
+CUT_OFF_S = 20.0  # seconds without an answer of the cluster, after which an agent stops its ranks
+STANDBY_S = 300.0  # seconds after which ranks that have not begun are ended, because their scheduler is gone
 _PING_S = 2.0
 _POLL_S = 0.05
 _RECORD_S = "1"  # seconds between records of ranks
@@ -71,14 +73,15 @@ class NodePart:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PartReport:
-    """How far a node's ranks are. `step` is the number of steps that are done, `num_taken` those of this attempt;
-    `tasks` is a digest of what they train.
+    """How far a node's ranks are. Those that were prepared are ready once they could begin. `step` is the number of
+    steps that are done, `num_taken` those of this attempt; `tasks` is a digest of what they train.
 
     Once they have ended: `outcome` says how, `is_own` whether the script failed by an exception of its own, `is_cause`
     whether the failure began here, at `failed_at` (seconds since the epoch).
     """
 
     is_started: bool = False
+    is_ready: bool = False
     step: int | None = None
     num_taken: int = 0
     step_s: float | None = None
@@ -92,14 +95,17 @@ class PartReport:
 
 
 class Agent:
-    """Starts and watches ranks. `start` must be called from the main thread: ranks die with the thread that starts
-    them. `is_connected` says whether the cluster answers. With `parent`, the process that started the agent, ranks are
-    stopped at once when that is gone."""
+    """Starts and watches ranks. `start` and `prepare` must be called from the main thread: ranks die with the thread
+    that starts them. `is_connected` says whether the cluster answers. With `parent`, the process that started the
+    agent, ranks are stopped at once when that is gone."""
 
     def __init__(self, is_connected: Callable[[], bool] = lambda: True, parent: int | None = None) -> None:
         self._is_connected, self._parent = is_connected, parent
         self._listening: socket.socket | None = None
         self._latest = PartReport()
+        self._is_started = False
+        self._standby: Path | None = None  # the folder of ranks that were prepared
+        self._given: dict[str, str] | None = None  # the variables with which they begin
         self._stopping: float | None = None  # seconds of grace
         self._reason = ""
         self._thread: threading.Thread | None = None
@@ -107,7 +113,7 @@ class Agent:
 
     @property
     def report(self) -> PartReport:
-        return self._latest
+        return replace(self._latest, is_started=self._is_started)
 
     def listen(self, address: str) -> int:
         """Bind the port at which the ranks of all nodes find each other."""
@@ -117,23 +123,35 @@ class Agent:
 
     def start(self, part: NodePart) -> None:
         """Start the ranks. Once."""
-        if self._thread is not None:
-            return
+        if self._thread is None:
+            self._start_ranks(part)
+            self._is_started = True
+
+    def prepare(self, part: NodePart) -> None:
+        """Start the ranks, which wait until they may begin. Once."""
+        if self._thread is None:
+            self._start_ranks(part, is_standby=True)
+
+    def begin(self, environment: Mapping[str, str]) -> None:
+        """Have the ranks that were prepared begin, with the variables of the devices that they have got."""
+        self._given, self._is_started = dict(environment), True
+
+    def _start_ranks(self, part: NodePart, *, is_standby: bool = False) -> None:
         stack = ExitStack()
         try:
             scratch = stack.enter_context(private_folder())
             private = stack.enter_context(private_folder(in_memory=True))
             activity = make_folder(private / "activity")
             ranks = range(part.first_rank, part.first_rank + part.num_ranks)
-            is_whole = part.num_ranks == part.world_size
-            host = HostRanks(ranks, activity, is_whole=is_whole)
+            host = HostRanks(ranks, activity, is_whole=_is_whole(part))
             stack.callback(host.close)
             logs = make_folder(Path(part.logs))
             environment = self._environment(part, scratch, private, activity)
-            if part.memory and is_whole:  # ranks of several nodes do not see each other's
-                self._memory = stack.enter_context(node_memory(part.memory, part.attempt))
-            if self._memory is not None:
-                environment[variables.MEMORY] = str(self._memory)
+            if is_standby:
+                self._standby = make_folder(private / "standby")
+                environment[variables.STANDBY] = str(self._standby)
+            else:
+                environment |= self._memory_environment(part, stack)
             command = list(part.command)
             if part.is_script:
                 command = [sys.executable, "-P", "-m", "spindle.launch.worker", *command]
@@ -141,19 +159,26 @@ class Agent:
             for local, rank in enumerate(ranks):
                 own = {"RANK": str(rank), "LOCAL_RANK": str(local)}
                 passed = descriptors if rank == 0 and descriptors else []
-                if not is_whole:
+                if not _is_whole(part):
                     own[variables.LISTENING] = str(passed[0]) if passed else ""
                 log = log_path(logs, rank)
-                _begin_log(log, part)
+                if not is_standby:
+                    _begin_log(log, part)
                 host.start(rank, command, environment | own, log, True, folder=part.folder, pass_fds=passed)
             if self._listening is not None:
                 self._listening.close()
         except BaseException:
             stack.close()
             raise
-        self._latest = PartReport(is_started=True)
         self._thread = threading.Thread(target=self._watch, args=(part, host, stack), daemon=True)
         self._thread.start()
+
+    def _memory_environment(self, part: NodePart, stack: ExitStack) -> dict[str, str]:
+        """The variable that names the memory in which an earlier attempt, which has ended, may have left
+        checkpoints."""
+        if part.memory and _is_whole(part):  # ranks of several nodes do not see each other's
+            self._memory = stack.enter_context(node_memory(part.memory, part.attempt))
+        return {} if self._memory is None else {variables.MEMORY: str(self._memory)}
 
     def stop(self, grace_s: float, reason: str = "") -> None:
         """End the ranks, after a checkpoint within `grace_s` seconds."""
@@ -183,12 +208,20 @@ class Agent:
     def _watch(self, part: NodePart, host: HostRanks, stack: ExitStack) -> None:
         """Watch the ranks until they have ended, and end them."""
         with stack:
-            ping_s = seen_s = time.monotonic()
+            ping_s = seen_s = begin_s = time.monotonic()
+            waiting = self._standby
             while host.running() and not host.failed() and self._stopping is None:
                 host.kill_stopped()
                 host.watch_activities()
                 self._note_progress(host)
                 now_s = time.monotonic()
+                if waiting is not None and self._given is not None:
+                    self._let_begin(part, waiting, stack)
+                    waiting = None
+                elif waiting is not None:
+                    self._latest = replace(self._latest, is_ready=standby.are_ready(waiting, host.ranks))
+                    if now_s - begin_s > STANDBY_S:
+                        self.stop(0.0, f"nobody had its ranks begin within {STANDBY_S:.0f} s")
                 if self._parent is not None and os.getppid() != self._parent:
                     self.stop(part.grace_s, "the process that runs this node is gone")
                 if now_s - ping_s > _PING_S:
@@ -209,6 +242,15 @@ class Agent:
             was_killed = any(ending.code == -signal.SIGKILL for ending in host.endings())
             (keep if last.outcome == FAILED or was_killed else forget)(self._memory)
         self._latest = last
+
+    def _let_begin(self, part: NodePart, folder: Path, stack: ExitStack) -> None:
+        assert self._given is not None
+        for rank in range(part.first_rank, part.first_rank + part.num_ranks):
+            _begin_log(log_path(Path(part.logs), rank), part)
+        try:
+            standby.begin(folder, self._given | self._memory_environment(part, stack))
+        except OSError as error:  # no space: the ranks go on waiting, and are ended
+            self.stop(0.0, f"its ranks could not be told to begin ({error.strerror})")
 
     def _note_progress(self, host: HostRanks) -> None:
         activities = host.activities().values()
@@ -236,7 +278,7 @@ class Agent:
         with suppress(OSError), log_path(Path(part.logs), result.rank).open("a") as log:
             log.write(f"{result.text}\n")  # ranks have reported it, and printed nothing
         own = [failure for failure in host.failures() if failure.kind == "own"]
-        follows = not own and bool(host.failures())
+        follows = not own and any(failure.kind == "follows" for failure in host.failures())
         earliest_ns = min((failure.time_ns for failure in own), default=time.monotonic_ns())
         return replace(
             self._latest,
@@ -247,6 +289,11 @@ class Agent:
             step=self._latest.step if result.step is None else result.step,
             reason=result.text,
         )
+
+
+def _is_whole(part: NodePart) -> bool:
+    """Whether a node has all ranks."""
+    return part.num_ranks == part.world_size
 
 
 def _own_log_end(part: NodePart, rank: int) -> str:

@@ -8,7 +8,7 @@ numpy read when they are imported.
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from contextvars import ContextVar
 from dataclasses import dataclass
@@ -69,10 +69,10 @@ def capturing(capture: Capture | None) -> Iterator[None]:
         _active.reset(token)
 
 
-def capture_from(environment: Mapping[str, str] = os.environ) -> Capture | None:
-    """The capture that a launcher asked this process for."""
-    if environment.get(_WORKLOAD):
-        return WorkloadCapture(output=Path(environment[_WORKLOAD]))
-    if environment.get(_PROFILE):
-        return ProfileCapture(output=Path(environment[_PROFILE]), fresh=bool(environment.get(_FRESH)))
+def requested_capture() -> Capture | None:
+    """The capture that a launcher has requested of this process, if any."""
+    if workload := os.environ.get(_WORKLOAD):
+        return WorkloadCapture(output=Path(workload))
+    if profile := os.environ.get(_PROFILE):
+        return ProfileCapture(output=Path(profile), fresh=bool(os.environ.get(_FRESH)))
     return None

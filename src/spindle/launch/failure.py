@@ -11,36 +11,42 @@ import json
 import os
 import runpy
 import sys
+import threading
 import time
 import traceback
 from contextlib import suppress
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from types import TracebackType
-from typing import Literal, NoReturn
+from typing import Literal, NoReturn, get_args
 
 from spindle.errors import PeerLostError, SpindleError
 
 _TORCHELASTIC_VARIABLE = "TORCHELASTIC_ERROR_FILE"
-_LONGEST_TEXT = 1 << 18  # letters of a report
+_LONGEST_TEXT = 1 << 18  # characters of a report
 INTERRUPTED = 130  # as in shells: 128 + SIGINT
 _RUNNERS = frozenset({runpy.run_path.__code__.co_filename, str(Path(__file__).with_name("worker.py"))})
 
 
+Kind = Literal["own", "follows", "exits"]
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Failure:
-    """Why a rank ended: because of an error of its `own`, or because it `follows` another rank that was lost."""
+    """Why a rank ended: because of an error of its `own`, because it `follows` another rank that was lost, or because
+    it `exits` with code 0, which is a failure only if other ranks need it."""
 
     rank: int
-    time_ns: int  # time.monotonic_ns, one clock for all processes of a host
-    kind: Literal["own", "follows"]
+    time_ns: int  # time.monotonic_ns, which is one clock for all processes of a host
+    kind: Kind
     summary: str  # one line
-    text: str  # a traceback; or a message whose first line is the summary; or empty, after sys.exit
-    step: int | None = None  # of the training, if it had begun
+    text: str  # a traceback, or a message whose first line is the summary; empty after sys.exit
+    step: int | None = None  # the step of the training, if it had begun
 
     def __post_init__(self) -> None:
-        """Validate the fields: reports come from other processes."""
-        if not (isinstance(self.rank, int) and isinstance(self.time_ns, int) and self.kind in ("own", "follows")):
+        """Validate the fields, because reports come from other processes."""
+        if not (isinstance(self.rank, int) and isinstance(self.time_ns, int) and self.kind in get_args(Kind)):
             raise ValueError(f"not a report of a failure: {self!r}")
         if not (isinstance(self.summary, str) and isinstance(self.text, str) and isinstance(self.step, int | None)):
             raise ValueError(f"not a report of a failure: {self!r}")
@@ -58,7 +64,7 @@ def failure_of(error: BaseException, rank: int) -> Failure:
     return Failure(
         rank=rank,
         time_ns=time.monotonic_ns(),
-        kind="follows" if _follows(error) else "own",
+        kind="exits" if _is_success(error) else "follows" if _follows(error) else "own",
         summary=_summary(error),
         text=_text(error)[:_LONGEST_TEXT],
         step=recorder.step,
@@ -85,7 +91,8 @@ def write_failure(descriptor: int, failure: Failure) -> None:
 
 
 def parse_failures(data: bytes) -> tuple[Failure, ...]:
-    """Parse the reports read from a pipe, earliest first. Unreadable ones are skipped: their writer was failing."""
+    """Parse the reports read from a pipe, earliest first. Unreadable reports are skipped, because their writer was
+    failing."""
     failures = []
     for line in data.split(b"\n"):
         with suppress(ValueError, TypeError, RecursionError):
@@ -94,30 +101,32 @@ def parse_failures(data: bytes) -> tuple[Failure, ...]:
 
 
 def install_hook() -> None:
-    """From now on, an uncaught exception is reported and ends this process immediately. May be called repeatedly.
+    """From now on, an uncaught exception is reported and ends this process immediately. May be called several times.
 
-    Immediately, because a normal exit destroys process groups, which may wait for operations in flight with ranks that
-    will never answer. So `finally` blocks run, and functions registered with `atexit` do not. In an interactive session
-    nothing is installed, because an exception does not end it.
+    A normal exit would destroy process groups, which may wait for operations in flight with ranks that never answer.
+    `finally` blocks still run, but functions registered with `atexit` do not. Nothing is installed in an interactive
+    session, which an exception does not end.
     """
     if not (hasattr(sys, "ps1") or sys.flags.interactive):
-        sys.excepthook = _end_by_exception
+        sys.excepthook = partial(_end_by_exception, os.getpid())
 
 
 def end_by_exit(exit_: SystemExit) -> NoReturn:
-    """End this process as `sys.exit` asked; immediately, with a report, if the exit code means failure.
+    """End this process as `sys.exit` requested, with a report; immediately if the exit code means failure.
 
-    The report has the present time. The launcher may see the exit only after the ranks that wait for this one fail.
+    The report contains the current time, because the launcher may notice the exit only after the ranks that wait for
+    this one have failed.
     """
     code = exit_.code
-    if code is None or code == 0:
+    if _is_success(exit_):
+        _report(exit_)
         raise exit_
     try:
         if not isinstance(code, int):
             print(code, file=sys.stderr)
         _report(exit_)
     finally:
-        # The system keeps the low eight bits of a code, which may be 0.
+        # the system keeps the low eight bits of a code, which may be 0
         _exit_now(code if isinstance(code, int) and 1 <= code <= 255 else 1)
 
 
@@ -130,7 +139,14 @@ def end_by_error(error: BaseException) -> NoReturn:
         _exit_now(1)
 
 
-def _end_by_exception(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+def _end_by_exception(
+    process: int, kind: type[BaseException], error: BaseException, trace: TracebackType | None
+) -> None:
+    """The hook of the process with this id. Elsewhere an error is only printed: multiprocessing calls the hook for
+    errors of a thread that serves other processes, also in the processes of a DataLoader."""
+    if os.getpid() != process or threading.current_thread() is not threading.main_thread():
+        sys.__excepthook__(kind, error, trace)
+        return
     code = 1
     try:
         if isinstance(error, KeyboardInterrupt):
@@ -151,7 +167,7 @@ def _exit_now(code: int) -> NoReturn:
 
 
 def _report(error: BaseException) -> bool:
-    """Write a report for the launcher; False without a launcher, or if its pipe cannot be written."""
+    """Write a report for the launcher. Returns False without a launcher, or if its pipe cannot be written."""
     descriptor, rank = _Reports.descriptor, _rank()
     _tell_torchelastic(error)
     if descriptor is None or rank is None:
@@ -193,7 +209,8 @@ def _rank() -> int | None:
 
 
 def _follows(error: BaseException) -> bool:
-    """Whether a lost peer is among the causes of this error: an error while handling one is not the first cause."""
+    """Whether a lost peer is among the causes of this error. An error raised while another is handled is not the first
+    cause."""
     seen: set[int] = set()
     cause: BaseException | None = error
     while cause is not None and id(cause) not in seen:
@@ -204,18 +221,23 @@ def _follows(error: BaseException) -> bool:
     return False
 
 
+def _is_success(error: BaseException) -> bool:
+    return isinstance(error, SystemExit) and error.code in (None, 0)
+
+
 def _summary(error: BaseException) -> str:
     if isinstance(error, SystemExit):
         return f"sys.exit({error.code!r})"
     if isinstance(error, SpindleError):
         return _message(error).split("\n")[0]
     lines = "".join(traceback.format_exception_only(error)).strip().split("\n")
-    # The last line of a syntax error says what is wrong; of other errors the first line, and many may follow.
+    # The last line of a syntax error says what is wrong. For other errors it is the first line, which many others may
+    # follow.
     return (lines[-1] if isinstance(error, SyntaxError) else lines[0]).strip()
 
 
 def _text(error: BaseException) -> str:
-    """What the user needs to see. For an error of ours the message is enough; our stack frames do not help."""
+    """What the user needs to see. For one of our errors the message is enough, because our stack frames do not help."""
     if isinstance(error, SystemExit):
         return ""  # the script has printed what it wanted to
     if not isinstance(error, SpindleError):

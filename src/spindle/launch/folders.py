@@ -20,15 +20,13 @@ from spindle.errors import InputError
 
 PREFIX = "spindle-launch-"
 _SHARED_MEMORY = Path("/dev/shm")
-_SETTLED_S = 60.0  # a folder that is younger may be about to be locked
+_SETTLED_S = 60.0  # seconds; a younger folder may be about to be locked
 
 
 @contextmanager
 def private_folder(*, in_memory: bool = False) -> Iterator[Path]:
-    """A folder that only this user can enter; with `in_memory` in /dev/shm, where there is one.
-
-    Folders of launchers that were killed are removed first.
-    """
+    """A folder that only this user can enter; with `in_memory` in /dev/shm, if there is one. Removes folders of
+    launchers that were killed."""
     has_memory = in_memory and os.access(_SHARED_MEMORY, os.W_OK | os.X_OK)
     parent = _SHARED_MEMORY if has_memory else Path(tempfile.gettempdir())
     _remove_abandoned(parent)
@@ -47,7 +45,7 @@ def private_folder(*, in_memory: bool = False) -> Iterator[Path]:
 
 @contextmanager
 def locked(folder: Path) -> Iterator[bool]:
-    """Lock a folder; yields whether that worked. The lock is released when this process ends, even by SIGKILL."""
+    """Lock a folder. Yields whether that worked. The lock is released when this process ends, even by SIGKILL."""
     descriptor = os.open(folder, os.O_RDONLY)
     try:
         try:

@@ -27,9 +27,10 @@ _KEPT_S = 3600.0
 
 @contextmanager
 def node_memory(job: str, attempt: int) -> Iterator[Path | None]:
-    """The folder of an attempt, with what the one before has left; locked inside. None where there is no memory.
+    """The folder of an attempt, with what the previous attempt has left; locked inside the context. None if there is no
+    memory for it.
 
-    `job` names it on all of this host. The folder stays: `forget` removes it.
+    `job` identifies it on this host. The folder stays until `forget` removes it.
     """
     folder = None
     with suppress(OSError):

@@ -25,28 +25,27 @@ from spindle.launch.verdict import Ending
 
 POLL_S = 0.02
 SWEEP_S = 0.2
-STOPPED_LIMIT_S = 8.0  # a rank that is stopped for longer counts as failed: the others would wait for it forever
+# Seconds; a rank that is stopped for longer counts as failed, because the others would wait for it forever.
+STOPPED_LIMIT_S = 8.0
 STOPPED_POLL_S = 0.5
 HUNG_POLL_S = 1.0
 REAP_S = 5.0
-LONGEST_TEMPORARY = 70  # bytes in the path of a folder for temporary files
+LONGEST_TEMPORARY = 70  # the largest number of bytes in the path of a folder for temporary files
 LOG_END_LINES = 20
 LOG_END_BYTES = 1 << 16
 
-# How ranks are ended: wait for some seconds, then send a signal to those that still run.
+# How ranks are ended: pairs of seconds to wait, and a signal to those that still run.
 Escalation = tuple[tuple[float, signal.Signals], ...]
 AFTER_FAILURE: Escalation = ((2.0, signal.SIGTERM), (3.0, signal.SIGKILL))
 
 
 class HostRanks:
-    """The processes of these ranks. Signals are sent only to process groups that are certainly its own.
-
-    `is_whole` is False where a job has ranks on other hosts, too.
-    """
+    """The processes of these ranks. Signals are sent only to process groups that certainly belong to them. `is_whole`
+    is False if the job has ranks on other hosts, too."""
 
     def __init__(self, ranks: Sequence[int], activity: Path | None = None, *, is_whole: bool = True) -> None:
         self._processes: dict[int, subprocess.Popen[bytes]] = {}
-        self._ranks, self._activity = ranks, activity
+        self.ranks, self._activity = ranks, activity
         self._hangs = HangDetector(len(ranks), hung_limit_s(), sees_all=is_whole)
         self._slow = SlownessDetector()
         self._reports: dict[int, int] = {}  # descriptors of pipes
@@ -102,23 +101,21 @@ class HostRanks:
         return len(self._endings) < len(self._processes)
 
     def _read_reports(self) -> None:
-        """Read what ranks have reported, so that no pipe is ever full."""
+        """Read what ranks have reported, so that no pipe fills up."""
         for rank, descriptor in self._reports.items():
             with suppress(BlockingIOError):
                 while data := os.read(descriptor, 1 << 16):
                     self._reported[rank] += data
 
     def failures(self) -> tuple[Failure, ...]:
-        """What ranks have reported of themselves."""
+        """What ranks have reported about themselves."""
         self._read_reports()
         failures = [failure for data in self._reported.values() for failure in parse_failures(data)]
         return tuple(sorted(failures, key=lambda failure: (failure.time_ns, failure.rank)))
 
     def kill_stopped(self) -> None:
-        """Kill ranks that have been stopped for too long, by SIGSTOP or a terminal; not those in a debugger.
-
-        SIGKILL is the only signal that ends a stopped process.
-        """
+        """Kill ranks that have been stopped for too long, by SIGSTOP or a terminal, but not those in a debugger.
+        SIGKILL is the only signal that ends a stopped process."""
         now_ns = time.monotonic_ns()
         if now_ns - self._last_stopped_poll_ns < STOPPED_POLL_S * 1e9:
             return
@@ -140,7 +137,7 @@ class HostRanks:
         if self._activity is None or elapsed_s < HUNG_POLL_S:
             return
         self._last_hung_poll_ns = now_ns
-        # If this process was stopped, too, that time does not count.
+        # if this process was stopped, too, that time does not count
         activities = self.activities()
         for notice in self._slow.notices(activities):
             print(f"note: {notice}", file=sys.stderr, flush=True)
@@ -151,7 +148,7 @@ class HostRanks:
 
     def activities(self) -> dict[int, Activity]:
         """The last record of each rank that has written one."""
-        return {} if self._activity is None else read_activities(self._activity, self._ranks)
+        return {} if self._activity is None else read_activities(self._activity, self.ranks)
 
     def failed(self) -> bool:
         return any(ending.code != 0 for ending in self._endings.values())
@@ -160,8 +157,11 @@ class HostRanks:
         return tuple(self._endings[rank] for rank in sorted(self._endings))
 
     def signal_running(self, number: signal.Signals) -> None:
-        """Send a signal to every running rank and its children. SIGTERM goes to ranks alone, because one that saves a
-        checkpoint first needs its DataLoader's workers; `sweep` ends them later."""
+        """Send a signal to every running rank and its children.
+
+        SIGTERM goes to the ranks only, because a rank that saves a checkpoint first needs its DataLoader workers;
+        `sweep` ends them later.
+        """
         self._has_signalled = True
         for rank, process in self._processes.items():
             if rank in self._endings:
@@ -174,8 +174,8 @@ class HostRanks:
     def sweep(self) -> None:
         """Send SIGTERM to processes that the ranks have left behind, and give them a moment before `close`.
 
-        Python's shared memory tracker needs that: it ignores signals, and cleans up when the last child of a rank is
-        gone.
+        Python's shared memory tracker needs that moment: it ignores signals, and cleans up when the last child of a
+        rank is gone.
         """
         for process in self._processes.values():
             _signal_group(process, signal.SIGTERM)
@@ -228,7 +228,7 @@ def _signal_group(process: subprocess.Popen[bytes], number: signal.Signals) -> N
 
 
 def end_ranks(ranks: HostRanks, escalation: Escalation, signals: Sequence[int] = ()) -> None:
-    """End all ranks, gently first. Another signal to this process, in `signals`, skips the present wait."""
+    """End all ranks, gently first. Another signal to this process, in `signals`, skips the current wait."""
     for wait_s, number in escalation:
         _wait(ranks, wait_s, signals)
         if not ranks.running():
@@ -257,7 +257,7 @@ def log_end(path: Path) -> str:
             text = file.read().decode(errors="replace")
     except OSError:
         return ""
-    # A progress bar overwrites its line: only the text after the last carriage return is visible.
+    # a progress bar overwrites its line, so only the text after the last carriage return is visible
     lines = [line.rstrip("\r").rpartition("\r")[2] for line in text.rstrip().split("\n")]
     return "\n".join(lines[-LOG_END_LINES:])
 
@@ -270,7 +270,7 @@ def common_environment(
     loopback = "lo0" if sys.platform == "darwin" else "lo"
     defaults = {
         "OMP_NUM_THREADS": str(max(1, _num_usable_cores() // num_processes)),
-        # A rank that loses a peer prints pages of C++ frames, above the first cause that we print.
+        # a rank that loses a peer prints pages of C++ frames, above the first cause that we print
         "TORCH_CPP_LOG_LEVEL": "FATAL",
     }
     if address.startswith("127."):

@@ -14,16 +14,16 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Fault:
-    """Why a job failed: an error of a rank's own in a step, or the loss of a rank."""
+    """Why a job failed: an error of a rank's own code in a step, or the loss of a rank."""
 
     rank: int
     is_lost: bool
     step: int | None  # None before the first step
-    checkpoint_every: int | None = None  # steps, where the script writes checkpoints
+    checkpoint_every: int | None = None  # steps between checkpoints, if the script writes any
 
 
 class Restarts:
-    """The restarts of a job: those that are left, and the ranks of the next one."""
+    """Counts the restarts of a job, and decides with how many ranks it starts again."""
 
     def __init__(self, most: int, num_processes: int, least: int) -> None:
         self.num_processes, self.num_done, self.goes_on = num_processes, 0, True
@@ -32,14 +32,14 @@ class Restarts:
         self._devices, self._has_dropped = _visible_devices(num_processes), False
 
     def environment(self) -> dict[str, str]:
-        """Environment of the ranks: the restart count, under torchrun's name, and the devices that are left."""
+        """Environment of the ranks: the restart count, under torchrun's name, and the remaining devices."""
         environment = {"TORCHELASTIC_RESTART_COUNT": str(self.num_done)} if self.num_done else {}
         if self._has_dropped and self._devices:
             environment["CUDA_VISIBLE_DEVICES"] = ",".join(self._devices)
         return environment
 
     def decide(self, fault: Fault) -> str:
-        """Decide what comes after a fault; returns a line that says so."""
+        """Decide what happens after a fault. Returns a line that says so."""
         last, self._last = self._last, fault
         if self.num_done == self._most:
             self.goes_on = False
@@ -67,7 +67,7 @@ def _is_lost_again(last: Fault, fault: Fault) -> bool:
 
 
 def _visible_devices(num_processes: int) -> list[str]:
-    """The devices of ranks, as CUDA_VISIBLE_DEVICES names them; none if that is empty."""
+    """The devices of ranks, as CUDA_VISIBLE_DEVICES names them. Empty if that is empty."""
     given = os.environ.get("CUDA_VISIBLE_DEVICES")
     if given is None:
         return list(map(str, range(num_processes)))

@@ -32,7 +32,7 @@ def rank_variables(slurm: Mapping[str, str]) -> dict[str, str]:
             "that `spindle fleet sbatch` wrote"
         ) from None
     address = slurm.get("SLURM_LAUNCH_NODE_IPADDR", "127.0.0.1") if nodes > 1 else "127.0.0.1"
-    found = {
+    values = {
         "RANK": rank,
         "WORLD_SIZE": size,
         "LOCAL_RANK": local,
@@ -44,8 +44,8 @@ def rank_variables(slurm: Mapping[str, str]) -> dict[str, str]:
         "TORCH_CPP_LOG_LEVEL": slurm.get("TORCH_CPP_LOG_LEVEL", "FATAL"),
     }
     if address.startswith("127."):
-        found["GLOO_SOCKET_IFNAME"] = slurm.get("GLOO_SOCKET_IFNAME", "lo")
-    return found
+        values["GLOO_SOCKET_IFNAME"] = slurm.get("GLOO_SOCKET_IFNAME", "lo")
+    return values
 
 
 def _tasks_per_node(slurm: Mapping[str, str], num_ranks: int, num_nodes: int) -> list[int]:

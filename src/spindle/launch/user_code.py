@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import linecache
 import os
 import sysconfig
 from functools import cache
 from pathlib import Path
-from types import CodeType
+from types import CodeType, TracebackType
 
+# Packages may be installed elsewhere than this interpreter installs them: for the user or the system, or on PYTHONPATH.
+_INSTALLED = frozenset({"site-packages", "dist-packages"})
 # Folders of code that is not the user's.
 _OTHERS = tuple(
     f"{os.path.realpath(folder)}{os.sep}"
@@ -17,10 +20,27 @@ _OTHERS = tuple(
 
 def is_users(code: CodeType) -> bool:
     """Whether code is the user's: not from Python, an installed package, or Spindle."""
-    return not code.co_filename.startswith("<") and _is_users_file(code.co_filename)
+    file = code.co_filename
+    return file.startswith("<ipython-input-") or (not file.startswith("<") and _is_users_file(file))
 
 
 @cache
 def _is_users_file(file: str) -> bool:
     """Cached, because recording a task checks every stack frame at every op."""
-    return not os.path.realpath(file).startswith(_OTHERS)
+    path = os.path.realpath(file)
+    return not path.startswith(_OTHERS) and _INSTALLED.isdisjoint(Path(path).parts)
+
+
+def innermost_users(trace: TracebackType | None) -> TracebackType | None:
+    """The innermost frame of the user's code in a traceback, if there is one."""
+    innermost = None
+    while trace is not None:
+        innermost = trace if is_users(trace.tb_frame.f_code) else innermost
+        trace = trace.tb_next
+    return innermost
+
+
+def line_text(file: str, number: int) -> str:
+    """`train.py, line 12 (return x.mean())`."""
+    code = linecache.getline(file, number).strip()
+    return f"{os.path.basename(file)}, line {number}" + (f" ({code})" if code else "")

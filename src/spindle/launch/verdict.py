@@ -11,8 +11,8 @@ from dataclasses import dataclass, replace
 
 from spindle.launch.failure import Failure
 
-# How late the launcher may see that a rank has ended. A killed rank reports nothing, while its peers can report lost
-# connections before the launcher polls again; without this allowance they would seem to be the cause.
+# How late the launcher may notice that a rank has ended. A killed rank reports nothing, while its peers can report lost
+# connections before the launcher polls again; without this allowance, they would seem to be the cause.
 SEEN_LATE_NS = 100_000_000
 # A killed process takes down the processes that share its GPU through MPS, and the driver delays its own exit.
 KILLED_LATE_NS = 5_000_000_000
@@ -26,7 +26,7 @@ class Ending:
     rank: int
     code: int  # as in subprocess: negative for a signal
     time_ns: int  # time.monotonic_ns
-    was_signalled: bool  # whether the launcher had asked it to end before
+    was_signalled: bool  # whether the launcher had asked it to end before that
     killed_because: str | None = None  # of a rank that the launcher killed: "was stopped (SIGSTOP) for 8 s"
 
 
@@ -34,7 +34,7 @@ class Ending:
 class Verdict:
     """What to print, with the first cause on top, and the exit code of the job.
 
-    `rank` is the one that failed first: by an error of its own in `step`, or because it was lost.
+    `rank` is the rank that failed first: by an error of its own in `step`, or because it was lost.
     """
 
     text: str
@@ -51,29 +51,31 @@ class _RankFailure:
     rank: int
     time_ns: int
     outcome: str  # "failed: ValueError: boom", "was killed by SIGKILL"
-    text: str | None  # details to print below; None from a rank that did not report
-    is_lost: bool = False  # it did not report
+    text: str | None  # details to print below; None if the rank did not report
+    is_lost: bool = False  # whether it ended without a report
     step: int | None = None
 
 
 def verdict(endings: Sequence[Ending], failures: Sequence[Failure], log_end: Callable[[int], str]) -> Verdict:
     """Explain a failed job. `log_end` returns the last lines of a rank's output, for ranks that died without a report.
 
-    The cause is the earliest of the ranks' own failures and of deaths without a report. A rank that only lost its peers
-    is the cause if there is none of these.
+    The cause is the earliest failure of a rank's own, or death without a report. Only if there is none of these, the
+    cause is a rank that ended without an error while others needed it, or else one that lost its peers.
     """
+    codes = {ending.rank: ending.code for ending in endings}
     failed = {ending.rank: ending for ending in endings if ending.code != 0}
     reports: dict[int, Failure] = {}
     for failure in sorted(failures, key=lambda failure: failure.time_ns):
-        if failure.rank in failed:
+        if failure.rank in failed and failure.kind != "exits":
             reports.setdefault(failure.rank, failure)
-    # Ranks that ended without a report and without being asked to: killed, or crashed outside of Python.
+    # ranks that ended without a report and without being asked to: killed, or crashed outside of Python
     died = [ending for ending in failed.values() if ending.rank not in reports and not ending.was_signalled]
     killed_ns = [ending.time_ns for ending in died if ending.code == -signal.SIGKILL]
-    own = [_behind_kill(report, killed_ns) for report in reports.values() if report.kind == "own"]
+    own = [_dated_after_kill(report, killed_ns) for report in reports.values() if report.kind == "own"]
     causes = [*map(_reported, own), *map(_died, died)]
     followers = [_reported(report) for report in reports.values() if report.kind == "follows"]
-    first = min(causes or followers, key=_in_order)
+    left = [] if causes else _left_early(endings, failures)
+    first = min(causes or left or followers, key=_in_order)
     later = sorted((failure for failure in causes if failure is not first), key=_in_order)
     ended_well = [ending.rank for ending in endings if ending.code == 0 and not ending.was_signalled]
 
@@ -86,9 +88,7 @@ def verdict(endings: Sequence[Ending], failures: Sequence[Failure], log_end: Cal
     mentioned = {first.rank, *ended_well, *(failure.rank for failure in later)}
     if stopped := [ending.rank for ending in endings if ending.rank not in mentioned]:
         lines.append(f"{_ranks(stopped)} stopped because of it")
-    if not causes and ended_well:
-        lines.append(f"{_ranks(ended_well)} had already ended without an error")
-    code = failed[first.rank].code
+    code = codes[first.rank]
     return Verdict(
         text="\n".join(lines),
         code=code if code > 0 else 1,
@@ -98,8 +98,27 @@ def verdict(endings: Sequence[Ending], failures: Sequence[Failure], log_end: Cal
     )
 
 
-def _behind_kill(report: Failure, killed_ns: Iterable[int]) -> Failure:
-    """Date a CUDA error after the end of a killed rank that was seen soon afterwards: the kill is the cause."""
+def _left_early(endings: Iterable[Ending], failures: Iterable[Failure]) -> list[_RankFailure]:
+    """The ranks that ended without an error, before others that lost them: by sys.exit(), or because their script was
+    over."""
+    exits = {failure.rank: failure for failure in failures if failure.kind == "exits"}
+    left = []
+    for ending in endings:
+        report = exits.get(ending.rank)
+        if report is None and (ending.code != 0 or ending.was_signalled):
+            continue
+        step = None if report is None else report.step
+        how = "" if report is None else f" by {report.summary}" + ("" if step is None else f" in step {step}")
+        time_ns = ending.time_ns if report is None else report.time_ns
+        outcome = f"ended without an error{how}, while other ranks needed it"
+        text = "call fit(...) on all ranks, and end it early with trainer.stop()"
+        left.append(_RankFailure(rank=ending.rank, time_ns=time_ns, outcome=outcome, text=text, step=step))
+    return left
+
+
+def _dated_after_kill(report: Failure, killed_ns: Iterable[int]) -> Failure:
+    """Date a CUDA error after the end of a killed rank that was noticed soon afterwards, because the kill is the
+    cause."""
     kills_ns = [time_ns for time_ns in killed_ns if 0 < time_ns - report.time_ns < KILLED_LATE_NS]
     return replace(report, time_ns=min(kills_ns)) if kills_ns and _CUDA_ERROR in report.summary else report
 
@@ -134,7 +153,7 @@ def _death(ending: Ending) -> str:
 
 
 def _later_failures(first: _RankFailure, later: Iterable[_RankFailure]) -> list[str]:
-    """One line for the ranks that failed like the first, and one for each other outcome."""
+    """One line for the ranks that failed like the first one, and one for each other outcome."""
     ranks_by_outcome: dict[str, list[int]] = {}
     for failure in later:
         ranks_by_outcome.setdefault(failure.outcome, []).append(failure.rank)

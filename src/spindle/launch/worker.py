@@ -2,7 +2,7 @@
 
 The script runs as under `python SCRIPT`, in a process that ends with its launcher, prints where it crashed and reports
 why it failed. Nothing heavy is imported before the first line of the script, unless the launcher names a function
-(`package.module:function`) to call first.
+(`package.module:function`) to call first, or the rank is on standby until its devices are free.
 """
 
 from __future__ import annotations
@@ -14,9 +14,10 @@ import runpy
 import signal
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 
 from spindle.launch import variables
-from spindle.launch.capture import capture_from, capturing
+from spindle.launch.capture import capturing, requested_capture
 from spindle.launch.failure import end_by_exit, install_hook, report_to
 
 _PR_SET_PDEATHSIG = 1  # linux/prctl.h
@@ -36,6 +37,11 @@ def run_script(script: str, arguments: Sequence[str]) -> None:
         if stream is not None:
             # Python buffers output to files and pipes, and a process that is killed loses what is in the buffer.
             stream.reconfigure(line_buffering=True)  # type: ignore[union-attr]
+    standby = os.environ.pop(variables.STANDBY, None)
+    if standby is not None:
+        from spindle.launch.standby import wait_to_begin
+
+        wait_to_begin(Path(standby))
     prelude = os.environ.pop(variables.PRELUDE, None)
     if prelude is not None:
         module, _, function = prelude.partition(":")
@@ -44,7 +50,7 @@ def run_script(script: str, arguments: Sequence[str]) -> None:
     # Without -P, the first entry is the current folder, which `python SCRIPT` would not have.
     sys.path[: 0 if sys.flags.safe_path else 1] = [os.path.dirname(os.path.realpath(script))]
     try:
-        with capturing(capture_from()):
+        with capturing(requested_capture()):
             runpy.run_path(script, run_name="__main__")
     except SystemExit as exit_:
         end_by_exit(exit_)

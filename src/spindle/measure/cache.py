@@ -21,7 +21,7 @@ from spindle.errors import InputError, ProfileError
 from spindle.profile import Contention, SmTimes
 
 FOLDER_VARIABLE = "SPINDLE_CACHE"
-_FORMAT = 4  # part of the key; increased when measurements change
+_FORMAT = 4  # part of the key; increase it when measurements change
 _KIND, _CONTENTION_KIND, _SMS_KIND = "layer-time", "layer-contention", "layer-sm-times"
 
 Key = tuple[tuple[str, str], ...]
@@ -39,7 +39,7 @@ class Times(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LayerTime:
-    """The times of one layer; the key says which layer, and on which machine."""
+    """The times of one layer. The key says which layer, and on which machine."""
 
     key: Key
     forward_s: float
@@ -58,7 +58,8 @@ class LayerTime:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LayerContention:
-    """How copies of one layer slow each other down on one device, and the share of weight gradients in its backward."""
+    """How much copies of one layer slow each other down on one device, and the share of weight gradients in its
+    backward."""
 
     key: Key
     contention: Contention
@@ -81,7 +82,7 @@ def cache_folder() -> Path:
 
 
 class Cache:
-    """Times that were measured before on the machine that `machine` describes. With `fresh`, times are stored and never
+    """Times that were measured before on the machine that `machine` describes. With `fresh`, times are stored but never
     looked up."""
 
     def __init__(
@@ -92,7 +93,7 @@ class Cache:
         self._is_writable = True
 
     def find(self, point: Mapping[str, str]) -> Times | None:
-        """The times that were measured for a point, if any."""
+        """The times that were measured for a point; None if there are none."""
         cached = self._read(point, _KIND, LayerTime)
         return None if cached is None else cached.times
 

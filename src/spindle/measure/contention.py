@@ -15,14 +15,15 @@ from spindle.measure.timing import Graphed, SplitGraphed, Work, between_s, mark,
 from spindle.profile import Contention
 
 NUM_COPIES = 4
-ALONE = Contention(forward=(1.0, 1.0), backward=(1.0, 1.0))  # of a layer that cannot share: two take twice as long
-_BUSY_S = 0.02  # of each timing
+# Pressure of a layer that cannot share a device: two copies take twice as long.
+ALONE = Contention(forward=(1.0, 1.0), backward=(1.0, 1.0))
+_BUSY_S = 0.02  # the least duration of each timing
 _MIN_REPEATS, _MAX_REPEATS = 5, 200
-_LEAST_FILL = 0.05  # less cannot be distinguished from a launch
+_LEAST_FILL = 0.05  # a smaller fill cannot be distinguished from a launch
 
 
 def measure_contention(works: Sequence[Work], *, splits: bool = False) -> tuple[Contention, float | None]:
-    """Pressure and fill of the forward and the backward of a layer, given copies of it; if it `splits`, also of both
+    """Pressure and fill of the forward and backward of a layer, measured with copies of it. With `splits`, also of both
     parts of a split backward, and the share of the time that its weight gradients take."""
     share = None
     if not all(work.is_graphed for work in works):
@@ -31,14 +32,15 @@ def measure_contention(works: Sequence[Work], *, splits: bool = False) -> tuple[
         contention = _contention(works)
         if splits and contention is not ALONE:
             contention, share = _split_contention(works, contention)
-    except torch.OutOfMemoryError:  # such copies do not run together in training, either
+    except torch.OutOfMemoryError:  # such copies would not run at the same time in training, either
         contention = ALONE
     torch.cuda.empty_cache()
     return contention, share
 
 
 def _split_contention(works: Sequence[Work], contention: Contention) -> tuple[Contention, float | None]:
-    """The contention with that of both parts of a split backward, and the share of weight gradients in its time."""
+    """The contention including that of both parts of a split backward, and the share of weight gradients in its
+    time."""
     copies = [split_of(work) for work in works]
     graphed = [passes for passes in copies if isinstance(passes, SplitGraphed)]
     if len(graphed) < len(copies):
@@ -68,7 +70,8 @@ def _contention(works: Sequence[Work]) -> Contention:
 
 
 def _shares(replays: Sequence[Callable[[], None]]) -> tuple[float, float]:
-    """Pressure: the slowdown, minus one, of two at a time. Fill: all at a time, over one after another."""
+    """Pressure: the slowdown of two copies at a time, minus one. Fill: the time of all copies at once, relative to one
+    after another."""
     streams = [torch.cuda.Stream() for _ in replays]  # type: ignore[no-untyped-call]
     once_s = max(_together_s(replays[:1], streams, _MIN_REPEATS), 1e-6)
     num_repeats = min(_MAX_REPEATS, max(_MIN_REPEATS, round(_BUSY_S / once_s)))
@@ -80,7 +83,7 @@ def _shares(replays: Sequence[Callable[[], None]]) -> tuple[float, float]:
 
 
 def slowdown_of_pair(replays: Sequence[Callable[[], None]], streams: Sequence[torch.cuda.Stream]) -> float:
-    """The slowdown, minus one, of two at a time, each on its own stream."""
+    """The slowdown of two replays at a time, each on its own stream, minus one."""
     once_s = max(_together_s(replays[:1], streams, _MIN_REPEATS), 1e-6)
     num_repeats = min(_MAX_REPEATS, max(_MIN_REPEATS, round(_BUSY_S / once_s)))
     alone_s = max(_together_s([replay], [stream], num_repeats) for replay, stream in zip(replays, streams, strict=True))
@@ -88,17 +91,17 @@ def slowdown_of_pair(replays: Sequence[Callable[[], None]], streams: Sequence[to
 
 
 def _together_s(replays: Sequence[Callable[[], None]], streams: Sequence[torch.cuda.Stream], num_repeats: int) -> float:
-    """Seconds of one repeat, with each replay on its own stream."""
-    here = torch.cuda.current_stream()
-    begin = mark(here.device)
+    """Seconds of one repeat in which each replay runs on its own stream."""
+    current = torch.cuda.current_stream()
+    begin = mark(current.device)
     for stream in streams:
-        stream.wait_stream(here)
+        stream.wait_stream(current)
     for _ in range(num_repeats):
         for replay, stream in zip(replays, streams, strict=False):
             with torch.cuda.stream(stream):
                 replay()
     for stream in streams:
-        here.wait_stream(stream)
-    end = mark(here.device)
+        current.wait_stream(stream)
+    end = mark(current.device)
     torch.cuda.synchronize()
     return between_s(begin, end) / num_repeats

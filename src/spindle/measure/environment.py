@@ -31,7 +31,7 @@ def torch_facts() -> dict[str, Any]:
 
 
 def link_facts() -> dict[str, Any] | None:
-    """The link between ranks 0 and 1 as the first fit would measure it; None on ranks other than 0."""
+    """The link between ranks 0 and 1, as the first fit would measure it. None on ranks other than 0."""
     from spindle.measure.links import measure_link
     from spindle.run import join_world
 

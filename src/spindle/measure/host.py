@@ -20,7 +20,7 @@ _KERNELS, _ROUNDS = 200, 15
 
 
 def measure_host_overhead(world: World) -> HostOverhead | None:
-    """Measure the host overhead. A collective: all ranks call it, and get the same result.
+    """Measure the host overhead. All ranks call it, and get the same result.
 
     None if ranks do not share a GPU: a host then runs ahead of its GPU, and costs no time unless passes are very short.
     """
@@ -31,7 +31,7 @@ def measure_host_overhead(world: World) -> HostOverhead | None:
 
 
 def overhead_from(launch_s: float) -> HostOverhead:
-    """The overhead on a machine where the launch of a kernel takes this long."""
+    """The overhead on a machine on which launching a kernel takes this long."""
     return HostOverhead(
         step_s=100 * launch_s,
         task_s=70 * launch_s,
@@ -41,7 +41,7 @@ def overhead_from(launch_s: float) -> HostOverhead:
         collective_start_s=105 * launch_s,
         collective_finish_s=19 * launch_s,
         optimizer_s=88 * launch_s,
-        ahead=MAX_AHEAD + 1,  # the event that a host waits for is recorded after the pass before it
+        ahead=MAX_AHEAD + 1,  # the event that a host waits for is recorded after the previous pass
     )
 
 

@@ -43,13 +43,13 @@ from spindle.run import (
 )
 
 _MAX_SIZES, _MAX_SIZES_ON_GPU = 6, 8
-_MAX_CONTENDED = 3  # numbers of rows at which copies of an op share the device
-_MAX_LAYERS = 3  # of an op that are timed
+_MAX_CONTENDED = 3  # numbers of rows for which copies of an op share the device
+_MAX_LAYERS = 3  # layers of an op that are timed
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Kind:
-    """A description of what an op computes, which differs if the code differs.
+    """A description of what an op computes, which is different for different code.
 
     `glue` is the code before the first layer of a call, or of a loss; empty if it only selects parts of the batch.
     """
@@ -60,7 +60,7 @@ class Kind:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Point:
-    """An op on some rows. Points with the same key take the same time."""
+    """An op on a number of rows. Points with equal keys take equal time."""
 
     key: Mapping[str, str]
     work: Work
@@ -68,12 +68,15 @@ class _Point:
 
 
 def shares(batch_size: int, num_devices: int, max_sizes: int = _MAX_SIZES) -> list[int]:
-    """Numbers of rows per device in splits over up to `num_devices`; at most `max_sizes`, first and last included."""
-    return _spread(sorted({-(-batch_size // count) for count in range(1, min(batch_size, num_devices) + 1)}), max_sizes)
+    """The numbers of rows per device in splits over up to `num_devices` devices. At most `max_sizes`, including the
+    first and the last."""
+    return _choose_sizes(
+        sorted({-(-batch_size // count) for count in range(1, min(batch_size, num_devices) + 1)}), max_sizes
+    )
 
 
-def _spread(sizes: list[int], most: int) -> list[int]:
-    """At most so many of the sizes, first and last included."""
+def _choose_sizes(sizes: list[int], most: int) -> list[int]:
+    """At most `most` of the sizes, including the first and the last."""
     if len(sizes) <= most:
         return sizes
     step = (len(sizes) - 1) / (most - 1)
@@ -92,14 +95,14 @@ class LayerMeter:
         self.num_timed = 0
         self.longest: Work | None = None
         self._longest_s = 0.0
-        self._rank_sync, self._cache = rank_sync, cache  # the first rank has the cache
+        self._rank_sync, self._cache = rank_sync, cache  # only the first rank has the cache
         self._known: dict[tuple[tuple[str, str], ...], Times] = {}
         self._contention: dict[tuple[tuple[str, str], ...], tuple[Contention, float | None]] = {}
         self._sm_times: dict[tuple[tuple[str, str], ...], SmTimes] = {}
 
     def times(self, points: Sequence[_Point | Exception]) -> list[Times | Exception]:
         """The times of one layer at each point, or the error that prevented them."""
-        # A point that one rank could not set up is timed on no rank.
+        # a point that one rank could not set up is timed on no rank
         set_up = self._rank_sync.all_gather(*(float(not isinstance(point, Exception)) for point in points))
         known = self._rank_sync.broadcast([self._find(point) for point in points])
         results: list[Times | Exception] = []
@@ -116,8 +119,8 @@ class LayerMeter:
     def contention(
         self, copies: Sequence[_Point | Exception], *, splits: bool = False
     ) -> tuple[Contention, float | None]:
-        """How much copies of a layer slow each other down, and with `splits` the share of weight gradients in the time
-        of backward; each kind of layer is measured once."""
+        """How much copies of a layer slow each other down; with `splits`, also the share of weight gradients in the
+        time of backward. Each kind of layer is measured once."""
         points = [copy for copy in copies if isinstance(copy, _Point)]
         if len(points) < len(copies):
             return ALONE, None
@@ -127,13 +130,14 @@ class LayerMeter:
         if key not in self._contention:
             known = None if self._cache is None else self._cache.find_contention(point)
             self._contention[key] = known or measure_contention([copy.work for copy in points], splits=splits)
-            # Not where copies did not fit: another time there may be more memory.
+            # not stored if copies did not fit: next time there may be more memory
             if known is None and self._cache is not None and self._contention[key][0] is not ALONE:
                 self._cache.store_contention(point, *self._contention[key])
         return self._contention[key]
 
     def sm_times(self, copies: Sequence[_Point | Exception], groups: SmGroups) -> SmTimes | None:
-        """How long a layer takes on some of the SMs, given copies of it; each kind of layer is measured once."""
+        """How long a layer takes on some of the SMs, measured with copies of it. Each kind of layer is measured
+        once."""
         points = [copy for copy in copies if isinstance(copy, _Point)]
         if len(points) < len(copies):
             return None
@@ -186,8 +190,11 @@ def measure_layers(
     notify: Callable[[str], None] = lambda text: None,
     progress: Callable[[float], None] = lambda share: None,
 ) -> dict[str, LayerSamples]:
-    """Times of one layer of each op, by op name; with `lanes`, how much layers that share a device slow each other
-    down, and with `sm_groups`, how long they take on some of its SMs. Leaves no gradients behind."""
+    """Times of one layer of each op, by op name.
+
+    With `lanes`, also how much layers that share a device slow each other down; with `sm_groups`, how long they take on
+    some of its SMs. Leaves no gradients behind.
+    """
     sizes = [_sizes(graph, position, num_devices, device) for position in range(len(graph.metaops))]
     samples: dict[str, LayerSamples] = {}
     num_done = 0
@@ -196,11 +203,13 @@ def measure_layers(
             op = graph.metaops[position]
             assert op.batch_size is not None
             points: list[_Point | Exception] = []
-            arguments: dict[int, tuple[Any, dict[str | None, Any]]] = {}  # by rows
+            arguments: dict[int, tuple[Any, dict[str, Any]]] = {}  # by number of rows
             for rows in sizes[position]:
                 batch = cut(batches[op.task], batch_axes[op.task], op.batch_size, 0, rows)
                 inputs = {
-                    graph.metaops[source].call: as_leaves(cut(nest, _axes(code[source]), op.batch_size, 0, rows))
+                    graph.source_name(source, position): as_leaves(
+                        cut(nest, _axes(code[source]), op.batch_size, 0, rows)
+                    )
                     for source, nest in op_inputs.items()
                 }
                 arguments[rows] = batch, inputs
@@ -209,12 +218,12 @@ def measure_layers(
             if lanes:
                 try:
                     contentions: dict[int, tuple[Contention, float | None]] = {}
-                    for rows in _spread(list(measured.rows), _MAX_CONTENDED):
+                    for rows in _choose_sizes(list(measured.rows), _MAX_CONTENDED):
                         copies = [
                             _point(copy, kinds[position], *arguments[rows], device, graphs, False)
                             for copy in _copies(code[position], *arguments[rows])
                         ]
-                        # A compiled backward is one node of the autograd graph, which cannot be split.
+                        # a compiled backward is one node of the autograd graph, which cannot be split
                         contentions[rows] = meter.contention(copies, splits=not _is_compiled(code[position]))
                     nearest = [min(contentions, key=partial(_distance, rows)) for rows in measured.rows]
                     measured = replace(
@@ -222,7 +231,7 @@ def measure_layers(
                         contention=tuple(contentions[rows][0] for rows in nearest),
                         weight_share=contentions[nearest[-1]][1],
                     )
-                except Exception as error:  # nothing that training needs has failed
+                except Exception as error:  # lanes are optional: nothing that training needs has failed
                     lanes = False
                     notify(
                         f"no lanes: measuring how copies of {op.name} share the GPU failed with "
@@ -256,8 +265,8 @@ def measure_items(
     device: torch.device,
     meter: LayerMeter,
 ) -> tuple[tuple[str, ItemTimes], ...]:
-    """Times of one layer of each item call whose items may run apart, on single items of a few lengths, by op name.
-    `lengths` are those of the items of each batch."""
+    """Times of one layer of each item call whose items may run separately, on single items of a few lengths, by op
+    name. `lengths` are those of the items of each batch."""
     measured: list[tuple[str, ItemTimes]] = []
     for task in graph.tasks:
         ops = [position for position in graph.order if graph.metaops[position].task == task]
@@ -293,7 +302,7 @@ def _measure_group(
         for position in group:
             op_code = code[position]
             assert isinstance(op_code, LayersCode)
-            inputs = {graph.metaops[source].call: outputs[source] for source in graph.predecessors[position]}
+            inputs = {graph.source_name(source, position): outputs[source] for source in graph.predecessors[position]}
             leaves = {name: as_leaves(values) for name, values in inputs.items()}
             (result,) = meter.times([_point(op_code, kinds[position], alone, leaves, device, False, False)])
             if isinstance(result, Exception):
@@ -311,23 +320,29 @@ def _measure_group(
         )
 
 
-def _copies(code: OpCode, batch: Any, inputs: Mapping[str | None, Any]) -> list[OpCode]:
-    """An op several times, each with other layers behind the first, all of which are equal: copies with weights of
-    their own, if there are enough layers. A layer stands only behind one that gives what it takes in the op's own
-    order: values that no later layer reads are dropped on the way, and the first layer may order its own differently.
+def _copies(code: OpCode, batch: Any, inputs: Mapping[str, Any]) -> list[OpCode]:
+    """Several versions of an op, each with other layers after the first one, all of which are equal: copies with
+    weights of their own, if there are enough layers.
+
+    A layer may only follow one that returns what it takes in the op's own order: values that no later layer reads are
+    dropped on the way, and the first layer may order its own differently.
     """
     if isinstance(code, LossCode) or len(code.layers) <= _MAX_LAYERS:
         return [code] * NUM_COPIES
-    taken, given = [], []
+    input_forms, output_forms = [], []
     values: Any = None
     for run in _steps(code, batch, inputs):
-        taken.append(_form(values))
+        input_forms.append(_form(values))
         values = as_leaves(run(copied(values)))
-        given.append(_form(values))
+        output_forms.append(_form(values))
     rest = range(1, len(code.layers))
     rotated = [[0, *rest[first:], *rest[:first]][:_MAX_LAYERS] for first in range(len(rest))]
-    orders = [order for order in rotated if all(given[before] == taken[after] for before, after in pairwise(order))]
-    # The first is the op's own order. Copies are spread over all of them, so that few layers are in two copies.
+    orders = [
+        order
+        for order in rotated
+        if all(output_forms[before] == input_forms[after] for before, after in pairwise(order))
+    ]
+    # The first version has the op's own order. Copies are spread over all layers, so that few layers are in two copies.
     chosen = [orders[number * len(orders) // NUM_COPIES] for number in range(NUM_COPIES)]
     return [replace(code, layers=tuple(code.layers[place] for place in order)) for order in chosen]
 
@@ -341,7 +356,7 @@ def _sizes(graph: MetaGraph, position: int, num_devices: int, device: torch.devi
 
 
 def _samples(task: str, name: str, sizes: Sequence[int], results: Sequence[Times | Exception]) -> LayerSamples:
-    """The samples of an op, from the shares on which it ran. Raises the error if it ran on none."""
+    """The samples of an op, from the shares for which it ran. Raises the error if it ran for none."""
     known = [(rows, *times) for rows, times in zip(sizes, results, strict=True) if not isinstance(times, Exception)]
     if not known:
         error = results[-1]
@@ -349,32 +364,33 @@ def _samples(task: str, name: str, sizes: Sequence[int], results: Sequence[Times
         error.add_note(f"in task {task!r}, running {name} on its first batch")
         raise error
     rows, forward_s, backward_s, forward_launch_s, backward_launch_s = zip(*known, strict=True)
-    # Launch time does not depend on the rows; larger values were disturbed.
+    # launch time does not depend on the rows, so larger values were disturbed
     launch_s = min(forward_launch_s), min(backward_launch_s)
     return LayerSamples(rows=rows, forward_s=forward_s, backward_s=backward_s, launch_s=launch_s)
 
 
 def _walk(graph: MetaGraph, code: Sequence[OpCode], batches: Mapping[str, Any]) -> Iterator[tuple[int, dict[int, Any]]]:
-    """Yield every op with its inputs from other ops, on the whole batch of its task. One layer runs at a time, and
-    nothing is saved for backward."""
-    for task in graph.tasks:
+    """Yield every op with its inputs from other ops, for the whole batch of its task. Only one layer runs at a time,
+    and nothing is saved for backward."""
+    groups = graph.task_groups
+    for group in dict.fromkeys(groups.values()):
         outputs: dict[int, Any] = {}
         for position in graph.order:
             op, op_code = graph.metaops[position], code[position]
-            if op.task != task:
+            if groups[op.task] != group:
                 continue
             op_inputs = {source: outputs[source] for source in graph.predecessors[position]}
             yield position, op_inputs
             if isinstance(op_code, LossCode):
                 continue
             try:
-                inputs = {graph.metaops[source].call: values for source, values in op_inputs.items()}
+                inputs = {graph.source_name(source, position): values for source, values in op_inputs.items()}
                 values: Any = None
-                for run in _steps(op_code, batches[task], inputs):
+                for run in _steps(op_code, batches[op.task], inputs):
                     values = as_leaves(run(copied(values)))  # a layer may write to its input
                 outputs[position] = values
             except Exception as error:
-                error.add_note(f"in task {task!r}, running {op.name} on its first batch")
+                error.add_note(f"in task {op.task!r}, running {op.name} on its first batch")
                 raise
 
 
@@ -383,8 +399,8 @@ def _axes(code: OpCode) -> Axes:
     return code.layers[-1].axes
 
 
-def _steps(code: LayersCode, batch: Any, inputs: Mapping[str | None, Any]) -> Iterator[Callable[[Any], Any]]:
-    """The layers of an op, each as a function of the values before it; the first takes the op's own inputs."""
+def _steps(code: LayersCode, batch: Any, inputs: Mapping[str, Any]) -> Iterator[Callable[[Any], Any]]:
+    """The layers of an op, each as a function of the values before it. The first one takes the op's own inputs."""
     first, *rest = code.layers
 
     def begin(_: Any) -> Any:
@@ -405,7 +421,7 @@ def _run(layer: LayerCode, values: Any) -> Any:
     return (layer.compiled or layer.run)(*values)
 
 
-def _outputs(code: OpCode, inputs: Mapping[str | None, Any]) -> list[Any]:
+def _outputs(code: OpCode, inputs: Mapping[str, Any]) -> list[Any]:
     return [inputs[source][0] for source in code.sources]
 
 
@@ -413,12 +429,12 @@ def _point(
     code: OpCode,
     kind: Kind,
     batch: Any,
-    inputs: Mapping[str | None, Any],
+    inputs: Mapping[str, Any],
     device: torch.device,
     graphs: bool,
     copies_gradients: bool,
 ) -> _Point | Exception:
-    """What to time for an op on this batch and these inputs; the key has all that the time depends on."""
+    """What to time for an op on this batch and these inputs. The key has everything on which the time depends."""
     try:
         read: dict[str, Any] = {}
         pieces: Callable[[], list[Cut]] | None = None
@@ -453,7 +469,7 @@ def _point(
             read["glue inputs"] = (batch, _outputs(code, inputs))
     except Exception as error:
         return error
-    # The key: equal for points that run the same kernels.
+    # the key is equal for points that run the same kernels, which are then measured once
     parameters = list(dict.fromkeys(parameter for layer in layers for parameter in layer.parameters))
     buffers = [buffer for layer in layers for buffer in layer.buffers()]
     is_graphed = graphs and device.type == "cuda"
@@ -479,7 +495,7 @@ def _point(
 
 
 def _pieces(steps: Sequence[Callable[[Any], Any]]) -> list[Cut]:
-    """Run layers, each with an autograd graph of its own, as chunks of a slot have."""
+    """Run layers, each with an autograd graph of its own, like the chunks of a slot."""
     pieces: list[Cut] = []
     values: Any = None
     for step in steps:
@@ -491,7 +507,7 @@ def _pieces(steps: Sequence[Callable[[Any], Any]]) -> list[Cut]:
 
 
 def _form(nest: Any) -> str:
-    """Shapes, dtypes and which tensors require gradients; other values as they are."""
+    """Shapes, dtypes and which tensors require gradients; other values unchanged."""
     form = pytree_meta(nest, 0)
     return f"{form.spec} {form.leaves}"
 

@@ -19,21 +19,19 @@ from spindle.measure.timing import median_s
 from spindle.profile import ring_bytes
 from spindle.run import Message, World, peers
 
-# Float32 elements. The large message takes clearly longer than the latency, even on a busy machine.
+# Float32 elements. Even on a busy machine, the large message takes clearly longer than the latency.
 _SMALL, _LARGE = 1, 1 << 21
-# Bytes of all-reduces; both large enough to use the protocol of gradients.
+# Bytes of all-reduces, both large enough to use the same protocol as gradients.
 _REDUCES, _REDUCES_ON_GPU = (1 << 18, 1 << 22), (1 << 22, 1 << 28)
-_SMALL_EXCHANGE, _LARGE_EXCHANGE = 1 << 12, 1 << 22  # bytes of a rank, on a CPU; more on a GPU
+_SMALL_EXCHANGE, _LARGE_EXCHANGE = 1 << 12, 1 << 22  # bytes per rank, on a CPU; more on a GPU
 _GPU_EXCHANGE = 16
-_MIN_BYTE_SHARE = 0.25  # of the time of a large collective that is due to its bytes
+_MIN_BYTE_SHARE = 0.25  # the smallest share of a large collective's time that is attributed to its bytes
 _REPEATS, _REPEATS_ON_GPU = 5, 25
 
 
 def measure_link(world: World, pair: tuple[int, int] = (0, 1), *, summed: torch.dtype | None = None) -> Link:
-    """Measure the link between two ranks. A collective: all ranks call it, and get the same result.
-
-    With `summed`, the dtype of gradients, the bandwidth is that of their all-reduce.
-    """
+    """Measure the link between two ranks. All ranks call it, and get the same result. With `summed`, the dtype of
+    gradients, the bandwidth is that of their all-reduce."""
     link = None
     _ = world.everyone  # all ranks must take part in creating a group
     if world.rank in pair:
@@ -51,7 +49,7 @@ def measure_link(world: World, pair: tuple[int, int] = (0, 1), *, summed: torch.
 
 
 def measure_all_to_all(world: World) -> Link:
-    """Measure the link as all-to-alls over all ranks use it. A collective: all ranks get the same result."""
+    """Measure the link for all-to-alls over all ranks. All ranks call it, and get the same result."""
     on_gpu = world.device.type == "cuda"
     sizes = [size * (_GPU_EXCHANGE if on_gpu else 1) for size in (_SMALL_EXCHANGE, _LARGE_EXCHANGE)]
     seconds = []

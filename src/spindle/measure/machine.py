@@ -28,10 +28,11 @@ from spindle.measure.overlap import Overlap, measure_overlap
 from spindle.measure.p2p_latency import measure_p2p_latency
 from spindle.measure.rank_sync import RankSync
 from spindle.measure.rates import measure_rates
+from spindle.measure.update import measure_gradient_sum
 from spindle.profile import ItemTimes, LayerSamples, Profile, sampled_profile
 from spindle.run import Axes, Lengths, OpCode, World, sm_groups
 
-# Share of a GPU's memory: in a step that filled it, 7 % were lost to fragmentation in torch's allocator.
+# The usable share of a GPU's memory: in a step that filled it, 7 % were lost to fragmentation in torch's allocator.
 _USABLE = 0.9
 
 
@@ -52,22 +53,23 @@ def local_profile(
     lengths: Mapping[str, Lengths] | None = None,
     capture: ProfileCapture | None = None,
 ) -> Profile:
-    """Measure layers, optimizer and links. A collective: every rank gets the same profile.
+    """Measure layers, optimizer and links. All ranks call it, and get the same profile.
 
     Without a shared GPU, rank 0 measures layers and optimizer alone. Processes that share cores slow each other down: k
-    busy processes of a host run at the rate of its cores divided by their threads. Ranks that share one GPU measure at
-    the same time, so curves hold with all neighbours busy, and rates say how much faster a device is with fewer.
+    busy processes of a host run at the rate of its cores divided by the number of their threads. Ranks that share one
+    GPU measure at the same time, so curves hold while all neighbours are busy, and rates say how much faster a device
+    is with fewer.
 
     On a GPU, where times are repeatable, layers are looked up in the cache; on a CPU, whose load changes, only if a
-    profile was requested. With `lengths`, those of the items of each batch, single items are measured, too; with
-    `quotas`, layers on some of the SMs where lanes may share a GPU.
+    profile was requested. With `lengths` (of the items of each batch), single items are measured, too. With `quotas`,
+    layers are also measured on some of the SMs, if lanes may share a GPU.
     """
-    # Links first, while nothing computes; then layers, and what else needs the longest of them.
+    # Links first, while nothing computes; then layers, and whatever else needs the longest of them.
     rank_sync = RankSync(world, enabled=VIRTUAL_VARIABLE in os.environ)
     is_half = graph.numerics.gradient_bytes == 2 and world.device.type == "cuda"
     summed = torch.bfloat16 if is_half else torch.float32
     cluster = _cluster(world, summed)
-    # Sequence groups are for items, and stay inside an island.
+    # sequence groups are for items, and stay inside an island
     exchanges = lengths is not None and any(lengths.values()) and world.size > 1 and len(cluster.islands) == 1
     all_to_all = measure_all_to_all(world) if exchanges else None
     samples: dict[str, LayerSamples] = {}
@@ -104,12 +106,14 @@ def local_profile(
         longest = meter.longest if rank_sync.size > 1 else None
         updates = [rate for (rate,) in rank_sync.all_gather(update_bytes_per_s() or math.nan) if not math.isnan(rate)]
         update = statistics.median(updates) if updates else None
-    # All ranks again: messages while devices compute, and launches.
+    # Again with all ranks: messages while devices compute, and launches.
     latency_s = measure_p2p_latency(longest, world)
     host = measure_host_overhead(world)
+    is_alone = world.device.type == "cuda" and world.size == 1
+    sums = measure_gradient_sum(world.device, summed) if is_alone else None
     profile: Profile | None = None
     if world.rank == 0:
-        adjusted = _adjusted(cluster, update, overlap.collective_s, latency_s)
+        adjusted = _with_measured_costs(cluster, update, overlap.collective_s, latency_s)
         if groups is not None:
             kind = replace(adjusted.kind, sm_groups=groups)
             adjusted = replace(adjusted, islands=tuple(replace(island, kind=kind) for island in adjusted.islands))
@@ -117,7 +121,7 @@ def local_profile(
             sampled_profile(graph, adjusted, samples, rates),
             overlap=overlap.overlap,
             exchange_overlap=overlap.exchange_overlap,
-            # A process alone has its gradients in the memory of its graphs, where they follow activations.
+            # a single process has its gradients in the memory of its graphs, after activations
             gradients_stay=world.device.type == "cuda" and world.size > 1,
             lane_bytes=_lane_bytes(world),
             sends_stay=world.device.type != "cuda",
@@ -125,6 +129,8 @@ def local_profile(
             measured_on=_where_and_when(world),
             item_times=item_times,
             all_to_all=all_to_all,
+            # with several ranks, gradients go to buffers, and layers are measured that way
+            gradient_sum_bytes_per_s=sums,
         )
     shared: Profile = world.broadcast_object(profile)
     return shared
@@ -138,8 +144,8 @@ def _sm_groups(world: World, notify: Callable[[str], None]) -> SmGroups | None:
 
 
 def _lane_bytes(world: World) -> int:
-    """What libraries keep for each stream: cuBLAS a workspace for each thread that computes, one of which is
-    autograd's (32 MiB from compute capability 9 on, as torch chooses)."""
+    """The memory that libraries keep for each stream: cuBLAS has a workspace for each thread that computes, one of
+    which is autograd's (32 MiB from compute capability 9 on, as torch chooses)."""
     if world.device.type != "cuda":
         return 0
     is_large = torch.cuda.get_device_capability(world.device)[0] >= 9
@@ -147,12 +153,12 @@ def _lane_bytes(world: World) -> int:
 
 
 def _has_modules(graph: MetaGraph) -> bool:
-    """Whether modules, or their input and weight gradients, could share a device; losses are not worth it."""
+    """Whether modules, or their input and weight gradients, could share a device. Losses are not worth it."""
     return any(any(op.parameters) for op in graph.metaops)
 
 
 def _machine(world: World, rank_sync: RankSync) -> dict[str, str]:
-    """What a measured time depends on besides the layer; part of the cache key."""
+    """What a measured time depends on besides the layer. Part of the cache key."""
     switches = (
         torch.backends.cudnn.benchmark,
         torch.are_deterministic_algorithms_enabled(),
@@ -213,16 +219,16 @@ def _cluster(world: World, summed: torch.dtype) -> Cluster:
 
 
 def _host() -> str:
-    """A name that ranks of one host share. Containers may all have the same host name, so torchrun's node number is in
-    it."""
+    """A name that the ranks of one host share. Containers may all have the same host name, so it includes torchrun's
+    node number."""
     return f"{socket.gethostname()} {os.environ.get('GROUP_RANK', '')}"
 
 
-def _adjusted(
+def _with_measured_costs(
     cluster: Cluster, update_bytes_per_s: float | None, collective_s: float | None, latency_s: float | None
 ) -> Cluster:
-    """The cluster with the measured speed of the optimizer, and the overhead of an all-reduce and of a message while
-    devices compute, where these were measured."""
+    """The cluster with the measured speed of the optimizer, and with the overhead of an all-reduce and of a message
+    while devices compute, if these were measured."""
     islands = cluster.islands
     if update_bytes_per_s is not None:
         islands = tuple(

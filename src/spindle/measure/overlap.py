@@ -24,14 +24,14 @@ from spindle.profile import all_reduce_s, ring_bytes
 from spindle.run import Pace, World, compute_stream, peers
 
 _PASSES = 8
-_SMALL, _LARGE = 1 << 22, 1 << 28  # bytes; both large enough to use the protocol of gradients
-_MIN_COUNT, _MAX_COUNT = 12, 200  # all-reduces
-_MIN_BYTE_SHARE = 0.25  # of the time of an all-reduce; below it, the effect of its bytes on compute is not known
+_SMALL, _LARGE = 1 << 22, 1 << 28  # bytes; both large enough to use the same protocol as gradients
+_MIN_COUNT, _MAX_COUNT = 12, 200  # how many all-reduces
+_MIN_BYTE_SHARE = 0.25  # of the time of an all-reduce; below it, the effect of its bytes on compute is unknown
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Overlap:
-    """Slowdown of compute during all-reduces (`overlap`) and of the bytes of all-reduces during compute
+    """The slowdown of compute during all-reduces (`overlap`), that of the bytes of all-reduces during compute
     (`exchange_overlap`), and the fixed overhead of an all-reduce during compute."""
 
     overlap: float = 1.0
@@ -40,10 +40,8 @@ class Overlap:
 
 
 def measure_overlap(work: Work | None, rank_sync: RankSync, world: World, link: Link, summed: torch.dtype) -> Overlap:
-    """Measure the overlap. A collective: all ranks call it, and get the same result.
-
-    `work` is a long layer; `link` was measured without compute.
-    """
+    """Measure the overlap. All ranks call it, and get the same result. `work` is a long layer; `link` was measured
+    without compute."""
     if work is None or rank_sync.size == 1:
         return Overlap(collective_s=link.collective_s)
     passes, alone_s = None, math.nan
@@ -75,14 +73,14 @@ def measure_overlap(work: Work | None, rank_sync: RankSync, world: World, link: 
     return Overlap(
         overlap=max(1.0, (slowness - (1 - share)) / share if share > _MIN_BYTE_SHARE else slowness),
         exchange_overlap=max(1.0, link.bytes_per_s / rate),
-        # All are started at once, and may run before the first is waited for: then all marks come at the end and say
-        # nothing. During compute an all-reduce is never faster than without.
+        # All are started at once, and may run before the first one is waited for; then all marks come at the end and
+        # mean nothing. During compute, an all-reduce is never faster than without.
         collective_s=max(fixed_s, link.collective_s or 0.0),
     )
 
 
 def _all_reduces_during_compute(passes: Passes, buffer: torch.Tensor, count: int, world: World) -> tuple[float, float]:
-    """Seconds of an all-reduce, and of a forward and backward pass, while all ranks do both; NaN if compute failed."""
+    """Seconds of an all-reduce, and of a forward and backward pass, while all ranks do both. NaN if compute failed."""
     device, group = world.device, world.everyone
     for _ in range(2):
         dist.all_reduce(buffer, group=group)  # warm-up
@@ -103,18 +101,18 @@ def _all_reduces_during_compute(passes: Passes, buffer: torch.Tensor, count: int
     all_reduce_time_s = statistics.median(between_s(begin, end) for begin, end in pairwise(ends))
     if not spans:
         return all_reduce_time_s, math.nan
-    # The first passes may have begun before the all-reduces.
+    # the first passes may have begun before the all-reduces
     return all_reduce_time_s, statistics.median(between_s(begin, end) for begin, end in spans[len(spans) // 3 :])
 
 
 def _compute(passes: Passes, world: World, stop: threading.Event, spans: list[tuple[object, object]]) -> None:
-    """Compute continuously until `stop` is set; append the begin and end of each pass to `spans`."""
+    """Compute continuously until `stop` is set. Appends the start and end of each pass to `spans`."""
     device, on_gpu = world.device, world.device.type == "cuda"
     if on_gpu:
         torch.cuda.set_device(device)
     with torch.cuda.stream(compute_stream()) if on_gpu else nullcontext():
         pace = Pace(world)
-        with suppress(Exception):  # out of memory, for example: then there are no spans
+        with suppress(Exception):  # out of memory, for example; then there are no spans
             while not (stop.is_set() and spans):
                 pace.keep()
                 begin = mark(device)

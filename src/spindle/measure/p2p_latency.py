@@ -24,18 +24,17 @@ from spindle.measure.rank_sync import RankSync
 from spindle.measure.timing import Passes, Work, between_s, mark, medians, warmed
 from spindle.run import Message, Pace, World, compute_stream, peers, wait
 
-_SECONDS = 1.0  # for all rounds, about
-_ROUNDS, _ROUNDS_ON_GPU = (16, 25), (6, 100)  # at least and at most
-_WARM_UP = 0.25  # share of the rounds
-_WIDTH, _WIDTH_ON_GPU = 256, 4096  # of the linear layer that is used where there is no work
+_SECONDS = 1.0  # seconds for all rounds, about
+_ROUNDS, _ROUNDS_ON_GPU = (16, 25), (6, 100)  # the smallest and the largest number of rounds
+_WARM_UP = 0.25  # the share of the rounds that warm up
+_WIDTH, _WIDTH_ON_GPU = 256, 4096  # the size of the linear layer that is used if there is no work
 
 
 def measure_p2p_latency(work: Work | None, world: World) -> float | None:
-    """Seconds from the end of the sender's work to the start of the receiver's, for a message without bytes; None if
-    there is one rank only, or a rank cannot compute.
+    """Seconds from the end of the sender's work to the start of the receiver's, for a message without bytes.
 
-    A collective: all ranks call it, and get the same result. Either all ranks have `work` or none; without it a linear
-    layer is used.
+    None with a single rank, or if a rank cannot compute. All ranks call it, and get the same result. Either all ranks
+    have `work` or none has; without it, a linear layer is used.
     """
     if world.size == 1:
         return None
@@ -62,8 +61,8 @@ def measure_p2p_latency(work: Work | None, world: World) -> float | None:
 
 
 def p2p_latency_from(rounds: Sequence[tuple[Sequence[float], Sequence[float]]]) -> float:
-    """The median latency, from the results of `_rounds` by rank: the wait of the first rank of a pair, less the work of
-    the second, is two messages."""
+    """The median latency from the results of `_rounds` by rank: the wait of the first rank of a pair, minus the work of
+    the second one, is two messages."""
     latencies_s = [
         (wait_s - work_s) / 2
         for (_, waits_s), (works_s, _) in zip(rounds[::2], rounds[1::2], strict=False)
@@ -73,7 +72,7 @@ def p2p_latency_from(rounds: Sequence[tuple[Sequence[float], Sequence[float]]]) 
 
 
 def _rounds(passes: Passes, count: int, world: World) -> tuple[list[float], list[float]]:
-    """For each round, the seconds of this rank's work, and of its wait until the next round begins (0 for the last);
+    """For each round: the seconds of this rank's work, and of its wait until the next round starts (0 for the last).
     NaN if this rank failed."""
     device, partner = world.device, world.rank ^ 1
     is_first, is_unpaired = world.rank < partner, partner >= world.size
@@ -88,14 +87,14 @@ def _rounds(passes: Passes, count: int, world: World) -> tuple[list[float], list
                 wait(receive)
             pace.keep()
             begins.append(mark(device))
-            failed = failed or not _computes(passes, whole=True)
+            failed = failed or not _try_pass(passes, whole=True)
             ends.append(mark(device))
             if not is_unpaired:
                 sends += world.start_exchange([Message(outgoing, partner)], [])[0]
-                # After the send: some backends process the messages of a pair in the order of the calls.
+                # after the send, because some backends process the messages of a pair in the order of the calls
                 receive = _receive(world, incoming) if is_first or number < count - 1 else None
             pace.keep()
-            failed = failed or not _computes(passes, whole=is_unpaired)
+            failed = failed or not _try_pass(passes, whole=is_unpaired)
         for request in (*sends, *([] if receive is None else [receive])):
             wait(request)
     if device.type == "cuda":
@@ -111,8 +110,9 @@ def _receive(world: World, buffer: torch.Tensor) -> Any:
     return world.start_exchange([], [Message(buffer, world.rank ^ 1)])[1][0]
 
 
-def _computes(passes: Passes, *, whole: bool) -> bool:
-    """Run a pass, and return whether that worked. A rank that cannot compute goes on: its partner waits for it."""
+def _try_pass(passes: Passes, *, whole: bool) -> bool:
+    """Run a pass. Returns whether that worked. A rank that cannot compute continues, because its partner waits
+    for it."""
     try:
         passes.forward()
         if whole:

@@ -21,7 +21,7 @@ class RankSync:
         self.rank, self.size = (world.rank, world.size) if self._is_enabled else (0, 1)
 
     def all_gather(self, *numbers: float) -> list[tuple[float, ...]]:
-        """The numbers of all ranks, by rank. Synchronizes them."""
+        """The numbers of all ranks, by rank. Synchronizes the ranks."""
         record = torch.tensor(numbers, dtype=torch.float64)
         table = self._world.start_all_gather(record).wait() if self._is_enabled else [record]
         return [tuple(row.tolist()) for row in table]

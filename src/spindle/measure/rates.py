@@ -13,7 +13,7 @@ from spindle.measure.timing import Work, time_passes
 
 
 def measure_rates(work: Work | None, rank_sync: RankSync) -> tuple[float, ...]:
-    """The rate of a device while 1, 2, ... ranks are busy, measured on a long layer; empty if that fails."""
+    """The rate of a device while 1, 2, ... ranks are busy, measured on a long layer. Empty if that fails."""
     if work is None or rank_sync.size == 1:
         return ()
     counts = [1 << power for power in range(rank_sync.size.bit_length()) if 1 << power < rank_sync.size]
@@ -30,7 +30,7 @@ def rates_from(times_s: dict[int, float]) -> tuple[float, ...]:
     """Rates from times by number of busy ranks: interpolated linearly, and never increasing with that number."""
     counts = sorted(times_s)
     measured = [times_s[counts[-1]] / times_s[count] for count in counts]
-    # Noise may make more busy ranks look faster: a rate is at least that of the next larger number.
+    # Noise may make more busy ranks look faster, so a rate is at least that of the next larger number.
     for position in reversed(range(len(measured) - 1)):
         measured[position] = max(measured[position], measured[position + 1])
     rates = []

@@ -16,15 +16,16 @@ from spindle.measure.timing import Graphed, Work, medians, warmed
 from spindle.profile import SmTimes
 from spindle.run import own_workspaces, partitions
 
-STEP_SMS = 16  # between measured numbers
-_BUSY_S = 0.01  # of each timing
+STEP_SMS = 16  # SMs between measured numbers
+_BUSY_S = 0.01  # the least duration of each timing
 _MIN_REPEATS, _MAX_REPEATS = 6, 200
-_LAUNCH_BOUND = (1.0, 1.0)  # pressure of a layer without graphs: the host launches one after another
+_LAUNCH_BOUND = (1.0, 1.0)  # pressure of a layer without graphs: the host launches one kernel after another
 
 
 def measure_sm_times(works: Sequence[Work], groups: SmGroups) -> SmTimes:
-    """Times of a layer on 16, 32, 48, ... SMs, over those on all, and its pressure on memory, given copies of it."""
-    with own_workspaces():  # which would stay, one for each stream
+    """Times of a layer on 16, 32, 48, ... SMs relative to those on all, and its pressure on memory, measured with
+    copies of it."""
+    with own_workspaces():  # these would stay, one for each stream
         return _sm_times(works, groups)
 
 
@@ -45,7 +46,7 @@ def _sm_times(works: Sequence[Work], groups: SmGroups) -> SmTimes:
 
 
 def measured_sms(groups: SmGroups) -> list[int]:
-    """Numbers of SMs on which layers are measured: 16, 32, 48, ..., in whole groups, less than all."""
+    """The numbers of SMs on which layers are measured: 16, 32, 48, ..., in whole groups, less than all."""
     step = -(-STEP_SMS // groups.group_sms) * groups.group_sms
     return [count for count in range(step, groups.num_groups * groups.group_sms + 1, step) if count < groups.num_sms]
 
@@ -67,7 +68,7 @@ def _passes_s(work: Work, stream: torch.cuda.Stream | None) -> tuple[float, floa
 
 
 def _pressure(works: Sequence[Work], groups: SmGroups) -> tuple[float, float]:
-    """The slowdown minus one, of forward and backward, of two copies on halves of the SMs."""
+    """The slowdown minus one, of forward and backward, of two copies on one half of the SMs each."""
     half = groups.num_groups // 2 * groups.group_sms
     streams = [partition.stream for partition in partitions((half, half))]
     copies = [warmed(work, stream) for work, stream in zip(works, streams, strict=True)]

@@ -26,7 +26,7 @@ from spindle.run import WeightPart, capture_input_part, capturing, compute_strea
 
 _REPEATS = 3  # on a CPU
 _GPU_WARM_UPS = 3
-# Repetitions, within limits of time: neighbours must overlap, and the clock drops under load within half a second.
+# Repetitions and limits of time: neighbours must overlap, and the clock drops under load within half a second.
 _GPU_REPEATS, _GPU_MIN_S, _GPU_MAX_S = 50, 0.05, 0.4
 _GPU_MIN_REPEATS, _GPU_MAX_REPEATS = 10, 2000
 _LAUNCH_REPEATS = 7
@@ -37,9 +37,12 @@ Cut = tuple[list[Any], list[Any]]  # the input leaves of an autograd graph, and 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Work:
-    """Something to time: `run()` is a forward pass; its backward computes gradients of leaves and parameters, and
-    copies them to buffers if `copies_gradients`. `pieces()` is the same forward with an autograd graph for each layer,
-    of which the first has `leaves` as inputs."""
+    """Something to time.
+
+    `run()` is a forward pass; its backward computes gradients of leaves and parameters, and with `copies_gradients`
+    copies them to buffers. `pieces()` is the same forward with an autograd graph for each layer; the first of them has
+    `leaves` as inputs.
+    """
 
     run: Callable[[], Any]
     leaves: tuple[torch.Tensor, ...]
@@ -64,7 +67,7 @@ def time_passes(work: Work, rank_sync: RankSync, num_busy: int | None = None) ->
         once_s = sum(medians(passes, 1, work.device)) if work.device.type == "cuda" else 0.0
     except Exception as error:
         failure = error
-    # Ranks agree on the number of repeats, so that all of them are busy all the time.
+    # ranks agree on the number of repeats, so that all of them are busy all the time
     gathered = [row[0] for row in rank_sync.all_gather(once_s)]
     num_busy = num_busy or rank_sync.size
     if not any(map(math.isnan, gathered)) and passes is not None:
@@ -94,12 +97,12 @@ def _num_repeats(once_s: float, device: torch.device) -> int:
 
 
 def warmed(work: Work, stream: torch.cuda.Stream | None = None) -> Passes:
-    """The passes of some work after a warm-up, as CUDA graphs if it asks for them and they can be captured; on the SMs
-    of a stream if it is given."""
+    """The passes of some work after a warm-up. CUDA graphs if the work asks for them and they can be captured; on the
+    SMs of a stream if one is given."""
     passes = _Eager(work)
     if work.device.type != "cuda":
         return passes
-    # Work must have run on a stream before the stream captures it.
+    # work must have run on a stream before the stream captures it
     if stream is None:
         stream = compute_stream() if work.is_graphed else torch.cuda.current_stream()
     stream.wait_stream(torch.cuda.current_stream())
@@ -115,7 +118,7 @@ def warmed(work: Work, stream: torch.cuda.Stream | None = None) -> Passes:
         graphed.forward()
         graphed.backward()
         return graphed
-    except Exception:  # code that synchronizes, for example; the runtime runs it eagerly, too
+    except Exception:  # for example code that synchronizes; the runtime runs it eagerly, too
         torch.cuda.synchronize()
         return passes
 
@@ -124,12 +127,12 @@ def warmed(work: Work, stream: torch.cuda.Stream | None = None) -> Passes:
 class _Eager:
     work: Work
     outputs: list[torch.Tensor] = field(default_factory=list)
-    gradients: list[torch.Tensor] = field(default_factory=list)  # of the outputs
-    buffers: list[torch.Tensor] = field(default_factory=list)  # for gradients of parameters
+    gradients: list[torch.Tensor] = field(default_factory=list)  # gradients of the outputs
+    buffers: list[torch.Tensor] = field(default_factory=list)  # buffers for gradients of parameters
 
     def __post_init__(self) -> None:
         self.forward()
-        # Not zeros: a GPU that multiplies zeros draws less power and runs faster.
+        # not zeros: a GPU that multiplies zeros draws less power and runs faster
         self.gradients = [torch.randn_like(output) for output in self.outputs]
         if self.work.is_graphed and self.work.copies_gradients:
             self.buffers = [torch.empty_like(parameter) for parameter in self.work.parameters]
@@ -147,6 +150,11 @@ class _Eager:
         for buffer, gradient in zip(self.buffers, gradients[len(self.work.leaves) :], strict=False):
             if gradient is not None:
                 buffer.copy_(gradient)
+        if not self.work.is_graphed:
+            # In a step, gradients are accumulated, which copies those that do not have the layout of their tensor.
+            for tensor, gradient in zip(inputs, gradients, strict=True):
+                if gradient is not None and gradient.stride() != tensor.stride():
+                    torch.empty_like(tensor).copy_(gradient)
 
 
 class Graphed:
@@ -155,16 +163,16 @@ class Graphed:
         self.buffers = passes.buffers
         stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(stream):
-            # Graphs captured on one stream share cuBLAS' workspace, which copies replayed at the same time would both
-            # use: kernels that count finished blocks in it may then wait forever.
-            # Layers that draw random numbers are captured in a step, too.
+            # Graphs captured on one stream share cuBLAS' workspace. Copies that are replayed at the same time would
+            # both use it: kernels that count finished blocks in it may then wait forever.
+            # Layers that draw random numbers are captured in a step, too, so there is a generator.
             generator = torch.Generator(device="cuda")
             with own_workspaces(), capturing(self._forward, torch.cuda.graph_pool_handle(), generator):
                 passes.forward()
             self._has_backward = bool(passes.outputs)
             if self._has_backward:
-                # In the forward's pool, it would write over what the forward saved: replayed again without a forward,
-                # it would take arbitrary bytes for the indices of an embedding or of a loss.
+                # In the pool of the forward, it would overwrite what the forward saved. Replayed again without a
+                # forward, it would take arbitrary bytes for the indices of an embedding or of a loss.
                 with own_workspaces(), capturing(self._backward, torch.cuda.graph_pool_handle()):
                     passes.backward()
         torch.cuda.current_stream().wait_stream(stream)
@@ -181,7 +189,7 @@ Passes = _Eager | Graphed
 
 
 def split_of(work: Work) -> SplitGraphed | None:
-    """The backward pass of some work that has run before, split in two CUDA graphs; None where it cannot be."""
+    """The backward pass of some work that has run before, split in two CUDA graphs. None if it cannot be split."""
     if work.pieces is None:
         return None
     try:
@@ -203,8 +211,11 @@ def split_of(work: Work) -> SplitGraphed | None:
 def input_parts(
     pieces: Sequence[Cut], gradients: Sequence[torch.Tensor | None], leaves: Sequence[torch.Tensor]
 ) -> list[WeightPart]:
-    """Run the input gradients of pieces, last one first. Returns what computes the weight gradients. A first piece
-    whose inputs need no gradient is left out if there are others: most layers of its op are like those."""
+    """Run the input gradients of pieces, last one first. Returns the parts that compute the weight gradients.
+
+    A first piece whose inputs need no gradient is left out if there are others, because most layers of its op are like
+    those.
+    """
     parts = []
     for number in reversed(range(len(pieces))):
         inputs, outputs = pieces[number]
@@ -233,7 +244,7 @@ class SplitGraphed:
                 self._parts = input_parts(pieces, gradients, work.leaves)
             with own_workspaces(), capturing(weights, torch.cuda.graph_pool_handle()):
                 self._computed = [part.gradients(work.parameters) for part in self._parts]
-        self._read = pieces, gradients  # by replays
+        self._read = pieces, gradients  # by number of replays
         torch.cuda.current_stream().wait_stream(stream)
         for graph in self._graphs:
             graph.replay()
@@ -246,8 +257,8 @@ class SplitGraphed:
 
 
 def medians(passes: Passes, num_repeats: int, device: torch.device) -> tuple[float, float]:
-    """Forward and backward seconds, as medians over the second half of the repeats. Nothing waits between them, so the
-    device is never idle."""
+    """Forward and backward seconds, as medians over the second half of the repeats. Nothing waits between repeats, so
+    the device is never idle."""
     marks = []
     for _ in range(num_repeats):
         begin = mark(device)
@@ -265,10 +276,8 @@ def medians(passes: Passes, num_repeats: int, device: torch.device) -> tuple[flo
 
 
 def _launch_medians(passes: Passes, device: torch.device) -> tuple[float, float]:
-    """Host seconds to launch the forward and the backward pass.
-
-    The device is idle before each repeat, because launches block while its queue is full.
-    """
+    """Host seconds to launch the forward and the backward pass. The device is idle before each repeat, because launches
+    block while its queue is full."""
     forward_s, backward_s = [], []
     for _ in range(_LAUNCH_REPEATS):
         torch.cuda.synchronize(device)

@@ -1,4 +1,4 @@
-"""Measure the speed of the user's optimizer."""
+"""Measure the speed of the user's optimizer, and of gradients that are added to others."""
 
 from __future__ import annotations
 
@@ -13,9 +13,10 @@ from spindle.run import compute_stream
 
 _REPEATS, _REPEATS_ON_GPU = 3, 15
 _MAX_ELEMENTS = 1 << 24  # enough to measure, few enough to copy
-# On a GPU as many as a quarter of the free memory holds, with float32 states: with fewer, launches take longer than
+# On a GPU, as many as a quarter of the free memory holds with float32 states. With fewer, launches take longer than
 # kernels, and whole steps are predicted too long.
 _GPU_SHARE, _BYTES_PER_ELEMENT = 0.25, 16
+_SUM_ELEMENTS, _SUM_ELEMENTS_ON_GPU = 1 << 22, 1 << 27  # more than caches hold
 
 
 def measure_update(
@@ -47,8 +48,20 @@ def measure_update(
             elements += parameter.numel()
     try:
         optimizer = make_optimizer(list(copies))
-        # Back to back: the host prepares the next step while the GPU runs.
+        # back to back: the host prepares the next step while the GPU runs
         with torch.cuda.stream(compute_stream()) if is_cuda else nullcontext():
             return elements * update_bytes / median_s(optimizer.step, _REPEATS_ON_GPU if is_cuda else _REPEATS, device)
     except Exception:
+        return None
+
+
+def measure_gradient_sum(device: torch.device, dtype: torch.dtype) -> float | None:
+    """The speed, in bytes per second, at which gradients are added to others, as for parameters that several slots
+    train. None if there is no memory for that."""
+    elements = _SUM_ELEMENTS_ON_GPU if device.type == "cuda" else _SUM_ELEMENTS
+    try:
+        total, gradient = (torch.zeros(elements, dtype=dtype, device=device) for _ in range(2))
+        with torch.cuda.stream(compute_stream()) if device.type == "cuda" else nullcontext():
+            return gradient.nbytes / median_s(lambda: total.add_(gradient), _REPEATS, device)
+    except torch.OutOfMemoryError:
         return None

@@ -5,10 +5,12 @@ from spindle.models.chain import Chain, ChainLayer, build_chain, chain_and_outpu
 from spindle.models.compiled import check_options, compiled
 from spindle.models.composite import Glue, OpenedComposite, PartCall, matched_leaves, open_composite
 from spindle.models.cross_entropy import CrossEntropies
+from spindle.models.effects import DrawWatch, host_random_state
 from spindle.models.fake import (
     FakeWeights,
     RandomWeights,
     as_when_compiling,
+    clone_leaf,
     device_of,
     fake_like,
     fake_mode,
@@ -36,7 +38,7 @@ from spindle.models.sequence_attention import (
     with_sequence_attention,
 )
 from spindle.models.serialize import NotSerializableError, dump_chain, load_source, source_text
-from spindle.models.state import ModuleSnapshot
+from spindle.models.state import ModuleSnapshot, ModuleStates
 from spindle.models.zeros import zero_output, zero_outputs, zero_weights, zeros_like
 
 __all__ = [
@@ -44,10 +46,12 @@ __all__ = [
     "Chain",
     "ChainLayer",
     "CrossEntropies",
+    "DrawWatch",
     "EmulatedTensorGroup",
     "FakeWeights",
     "Glue",
     "ModuleSnapshot",
+    "ModuleStates",
     "NotSerializableError",
     "OpenedComposite",
     "PartCall",
@@ -62,6 +66,7 @@ __all__ = [
     "chain_and_output",
     "chain_of",
     "check_options",
+    "clone_leaf",
     "compiled",
     "device_of",
     "drop_tied_conflicts",
@@ -69,6 +74,7 @@ __all__ = [
     "fake_like",
     "fake_mode",
     "fake_output",
+    "host_random_state",
     "load_source",
     "matched_leaves",
     "open_composite",

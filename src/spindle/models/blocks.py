@@ -19,7 +19,7 @@ BlockLists = list[list[nn.Module]]
 
 def block_lists(module: nn.Module) -> BlockLists:
     """The outermost lists of blocks. Lists whose items have submodules are preferred to lists of simple layers."""
-    # Blocks are modules with submodules. Only where there are none, a list of simple layers (linears) counts.
+    # Blocks are modules with submodules. A list of simple layers (linears) counts only if there are none.
     for only_composed in (True, False):
         lists = [items for child in module.children() for items in _lists_in(child, only_composed)]
         if lists:
@@ -28,9 +28,14 @@ def block_lists(module: nn.Module) -> BlockLists:
 
 
 def towers_of(module: nn.Module) -> list[nn.Module]:
-    """The submodules of a composite (a vision tower, a language model) that have one stack of blocks each, or call
-    blocks of several lists themselves, as large as possible; none where the composite itself calls blocks. Stages in
-    one list are one stack."""
+    """The largest submodules of a composite (a vision tower, a language model) that have a single stack of blocks, or
+    call blocks of several lists themselves. Empty if the composite itself calls blocks. Several stages in one list are
+    one stack. Of a module around a single other one (a model with adapters), those of the other."""
+    children = list(module.children())
+    if len(children) == 1 and not isinstance(children[0], nn.Sequential | nn.ModuleList | nn.ModuleDict):
+        towers = towers_of(children[0])
+        if towers:
+            return towers
     blocks = {id(block) for items in block_lists(module) for block in items}
     stacks = {id(stack) for child in module.children() for stack in _stacks_in(child, blocks)}
 
@@ -55,7 +60,7 @@ def towers_of(module: nn.Module) -> list[nn.Module]:
 
 
 def _stacks_in(module: nn.Module, blocks: set[int]) -> list[nn.Module]:
-    """The outermost containers that have blocks in them."""
+    """The outermost containers that contain blocks."""
     if not any(id(submodule) in blocks for submodule in module.modules()):
         return []
     if isinstance(module, nn.Sequential | nn.ModuleList | nn.ModuleDict):
@@ -80,7 +85,8 @@ def _lists_in(module: nn.Module, only_composed: bool) -> BlockLists:
 def _items(module: nn.Module) -> list[nn.Module] | None:
     if isinstance(module, nn.Sequential | nn.ModuleList) and len(module) > 0:
         return list(module)
-    return list(module.values()) if isinstance(module, nn.ModuleDict) and len(module) > 0 else None
+    # A dict of one entry is a choice (an adapter by name), and no stack.
+    return list(module.values()) if isinstance(module, nn.ModuleDict) and len(module) > 1 else None
 
 
 def _has_equal_items(items: list[nn.Module], only_composed: bool) -> bool:
@@ -94,6 +100,6 @@ def _has_equal_items(items: list[nn.Module], only_composed: bool) -> bool:
     counts = Counter(signature_of(candidate) for candidate in candidates)
     if any(count > 1 for count in counts.values()):
         return True
-    # A list of one block that is called repeatedly (ALBERT), or of two of which the first has something extra.
+    # a list of one block that is called repeatedly (ALBERT), or of two of which the first has something extra
     same_type = len(items) == len(candidates) and len({type(item) for item in items}) == 1
     return same_type and not any(_lists_in(item, only_composed) for item in items)

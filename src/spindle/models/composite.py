@@ -3,7 +3,8 @@
     composite, arguments ── record_forward ─▶ Recording ── slice ─▶ calls of parts, each with its glue
 
 The parts are its towers, which are split into layers later, and the other submodules that have parameters (projectors,
-embeddings, heads). The forward of the composite is recorded around them. For each call, the statements that compute its
+embeddings, heads), that keep something from call to call, or whose random numbers several pieces of code need. The
+forward of the composite is recorded around them. For each call, the statements that compute its
 arguments become a function of the composite's own arguments and of the outputs of earlier calls; and so do those that
 compute what the composite returns. A statement that two functions need is run by both.
 
@@ -24,8 +25,10 @@ from torch import nn
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflatten
 
 from spindle.models.blocks import towers_of
-from spindle.models.chain import function_text, has_hooks, record_pure
+from spindle.models.chain import has_hooks, record_pure
 from spindle.models.cross_entropy import MEAN, SUM, cross_entropy_parts
+from spindle.models.fake import clone_leaf
+from spindle.models.layer_source import function_text
 from spindle.models.recording import argument_normalizer
 from spindle.models.replay import after, has_replay, shape_of
 from spindle.models.replay_learning import replay_forward
@@ -82,6 +85,7 @@ class PartCall:
     glue: Glue
     entries: Mapping[str, str] | None = None
     is_detached: bool = False
+    returns_number: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -116,6 +120,29 @@ def open_composite(
         return "it has no towers"
     if has_hooks(module):
         return "it has hooks, which run around all of it"
+    opened = _opened(module, args, kwargs, values, towers, records)
+    while not isinstance(opened, str):
+        # A tower that returns a loss (a language model with its head) is opened, too, so that this loss can be divided.
+        inside = {id(call.module): towers_of(call.module) for call in opened.calls if call.returns_number}
+        if not any(inside.values()):
+            break
+        towers = [deeper for tower in towers for deeper in inside.get(id(tower)) or [tower]]
+        further = _opened(module, args, kwargs, values, towers, records)
+        if isinstance(further, str):
+            break
+        opened = further
+    return opened
+
+
+def _opened(
+    module: nn.Module,
+    args: Any,
+    kwargs: Any,
+    values: Callable[[], tuple[Any, Any]] | None,
+    towers: list[nn.Module],
+    records: bool,
+) -> OpenedComposite | str:
+    """A composite's forward as calls of these towers and its other parts, or why it is not."""
     reason = "what its code does between its parts depends on how many samples there are"
     try:
         if records:
@@ -136,9 +163,6 @@ def open_composite(
 
 class _Opening:
     def __init__(self, module: nn.Module, recording: Recording, args: Any, kwargs: Any) -> None:
-        if any(_is_random(statement) for statement in recording.statements):
-            # Each piece of glue that needs them would draw numbers of its own.
-            raise UnsupportedForwardError("random numbers are drawn between its parts")
         self._module, self._recording = module, recording
         leaves = tree_leaves(argument_normalizer(module)(args, kwargs))
         self._with_rows = {
@@ -148,12 +172,30 @@ class _Opening:
         }
         self._paths = {id(submodule): path for path, submodule in module.named_modules()}
         self._names = {id(value): name for name, value in recording.namespace.items() if isinstance(value, nn.Module)}
-        self._parts = {
-            statement.name: statement
-            for statement in recording.statements
-            if statement.module is not None and any(True for _ in statement.module.parameters())
-        }
+        self._parts: dict[str, Statement] = {}
+        self._take_parts(lambda statement: statement.keeps or _has_parameters(statement))
+        drawn_twice = self._drawn_twice()
+        if any(statement.module is None for statement in drawn_twice):
+            # Each piece of glue that needs them would draw numbers of its own.
+            raise UnsupportedForwardError("several of its parts need random numbers that are drawn between them")
+        if drawn_twice:
+            chosen = {*self._parts, *(statement.name for statement in drawn_twice)}
+            self._take_parts(lambda statement: statement.name in chosen)
         self._loose: dict[str, Attribute] = {}  # by variable
+
+    def _take_parts(self, is_part: Callable[[Statement], bool]) -> None:
+        calls = [statement for statement in self._recording.statements if statement.module is not None]
+        self._parts = {statement.name: statement for statement in calls if is_part(statement)}
+
+    def _drawn_twice(self) -> list[Statement]:
+        """What draws random numbers that several functions need: operations, and calls of modules."""
+        drawn = [statement for statement in self._recording.statements if statement.draws or _is_random(statement)]
+        if not drawn:
+            return []
+        slices = [self._slice(References(uses=set(part.uses)), part)[0] for part in self._parts.values()]
+        slices += [self._slice(references, None)[0] for _, references in self._recording.leaves]
+        names = [{statement.name for statement in statements} for statements in slices]
+        return [statement for statement in drawn if sum(statement.name in needed for needed in names) > 1]
 
     def opened(self) -> OpenedComposite:
         recording = self._recording
@@ -174,6 +216,7 @@ class _Opening:
                     module=statement.module,
                     glue=self._glue(f"_arguments({arguments}", references, before=statement),
                     is_detached=recording.outer_context[0] and not has_gradient,
+                    returns_number=statement.returns_number,
                 )
             )
         num_leaves = len(recording.leaves)
@@ -335,6 +378,10 @@ class _Opening:
         return variable
 
 
+def _has_parameters(statement: Statement) -> bool:
+    return statement.module is not None and any(True for _ in statement.module.parameters())
+
+
 def _is_random(statement: Statement) -> bool:
     """Whether a statement is an operation that draws random numbers."""
     namespace, _, rest = statement.kind.partition(".")
@@ -354,15 +401,11 @@ def _compiled(
     digest = hashlib.blake2b(description.encode(errors="replace"), digest_size=8).hexdigest()
 
     def glue(*values: Any) -> Any:
-        return run(*(tree_map(_clone, value) for value in values)) if copies else run(*values)
+        return run(*(tree_map(clone_leaf, value) for value in values)) if copies else run(*values)
 
     glue.reads_values = has_replay(namespace)  # type: ignore[attr-defined]
     glue.__qualname__ = f"glue of {type(module).__qualname__} {digest}"
     return glue
-
-
-def _clone(leaf: Any) -> Any:
-    return leaf.clone() if isinstance(leaf, torch.Tensor) else leaf
 
 
 def _no_arguments() -> tuple[tuple[()], dict[str, Any]]:

@@ -26,7 +26,7 @@ def cross_entropy_parts(
     ignore_index: int = -100,
     label_smoothing: float = 0.0,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The sum of a cross entropy, and what its mean divides by."""
+    """The sum of a cross entropy, and the divisor of its mean."""
     total = torch.ops.aten.cross_entropy_loss(logits, target, weight, SUM, ignore_index, label_smoothing)
     if target.is_floating_point():  # probabilities of classes
         return total, torch.tensor(target.numel() // target.shape[1 if target.dim() > 1 else 0], device=target.device)
@@ -35,7 +35,8 @@ def cross_entropy_parts(
 
 
 class CrossEntropies(TorchFunctionMode):
-    """A context that records the cross entropies computed inside: means and sums in order, and divided sums."""
+    """A context that records the cross entropies computed inside: means and sums in order, and sums that are
+    divided."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -49,7 +50,7 @@ class CrossEntropies(TorchFunctionMode):
         if self.is_paused:
             return result
         if func is F.cross_entropy:
-            self.note(result, _bound(args, kwargs or {}))
+            self.note(result, _bind_arguments(args, kwargs or {}))
         elif (
             func in _DIVISIONS
             and len(args) > 1
@@ -72,7 +73,7 @@ class CrossEntropyFoundError(Exception):
 
 
 class WantedCrossEntropy(CrossEntropies):
-    """A context that ends its body at the cross entropy of this number, with its total and count."""
+    """A context whose body ends at the cross entropy of this number, with its total and count."""
 
     def __init__(self, number: int) -> None:
         super().__init__()
@@ -93,7 +94,7 @@ class WantedCrossEntropy(CrossEntropies):
             )
 
 
-def _bound(args: Any, kwargs: Any) -> dict[str, Any]:
+def _bind_arguments(args: Any, kwargs: Any) -> dict[str, Any]:
     bound = _SIGNATURE.bind(*args, **kwargs)
     bound.apply_defaults()
     return bound.arguments

@@ -19,7 +19,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from spindle.models.statements import ValueDependenceError
 
-# Where torch logs that a function cannot run on fake tensors, with a traceback each.
+# the loggers with which torch reports, with a traceback, that a function cannot run on fake tensors
 _TALKATIVE = ("torch._subclasses.fake_tensor", "torch.fx.experimental.symbolic_shapes")
 
 
@@ -40,7 +40,7 @@ def fake_output(module: nn.Module, args: Any, kwargs: Any) -> Any:
 
 
 def fake_like(mode: FakeTensorMode, leaf: Any) -> Any:
-    """A contiguous fake tensor of the same shape, dtype and device; anything but a tensor is returned as it is."""
+    """A contiguous fake tensor of the same shape, dtype and device. Anything but a tensor is returned unchanged."""
     if not isinstance(leaf, torch.Tensor):
         return leaf
     with mode:
@@ -50,6 +50,11 @@ def fake_like(mode: FakeTensorMode, leaf: Any) -> Any:
 def device_of(nest: Any) -> torch.device:
     """The device of the first tensor in a nest, or the CPU."""
     return next((leaf.device for leaf in tree_leaves(nest) if isinstance(leaf, torch.Tensor)), torch.device("cpu"))
+
+
+def clone_leaf(leaf: Any) -> Any:
+    """A copy of a tensor. Anything else is returned unchanged."""
+    return leaf.clone() if isinstance(leaf, torch.Tensor) else leaf
 
 
 class FakeWeights:
@@ -82,7 +87,7 @@ class FakeWeights:
             tensors[name] = real
 
     def replaced_in(self, module: nn.Module) -> list[str]:
-        """The parameters and buffers of a module, by name, in whose place the code inside has put other tensors."""
+        """The parameters and buffers of a module, by name, that the code inside has replaced by other tensors."""
         own = (module._parameters, module._buffers)
         return [
             name
@@ -156,9 +161,11 @@ def run_on_fakes(
     *,
     reads_values: bool = False,
 ) -> tuple[Any, list[tuple[torch.Tensor, torch.Tensor]]]:
-    """Call `run(args, kwargs)` on fake tensors. If that fails because it reads values, or if it is known that it
-    `reads_values`, call it on zeros with the real weights, and return fake tensors like its output. Also returns each
-    such argument and output, with the fake tensor for it."""
+    """Call `run(args, kwargs)` on fake tensors.
+
+    If that fails because it reads values, or if it is known that it `reads_values`, call it on zeros with the real
+    weights, and return fake tensors like its output. Also returns each such argument and output with its fake tensor.
+    """
     failure: Exception | None = None
     if not reads_values:
         try:
@@ -166,7 +173,7 @@ def run_on_fakes(
                 return run(*arguments), []
         except Exception as error:
             failure = error
-    # Most likely it reads a value. Zeros have values; if they fail, too, the first error is the more useful one.
+    # Most likely the code reads a value, which zeros have. If they fail, too, the first error is more useful.
     zeros = tree_map(_zeros_like, arguments)
     try:
         devices = [torch.cuda.current_device()] if torch.cuda.is_available() else []
@@ -175,7 +182,7 @@ def run_on_fakes(
     except Exception as error:
         raise (failure or error) from None
     if any(isinstance(leaf, int | float) for leaf in tree_leaves(real)):
-        # Numbers that follow from zeros say nothing about those of a batch.
+        # numbers that follow from zeros say nothing about those of a batch
         raise failure or ValueDependenceError("one of its parts returns a number that follows from values")
     result = tree_map(lambda leaf: fake_like(mode, leaf), real)
     pairs = zip(tree_leaves((zeros, real)), tree_leaves((arguments, result)), strict=True)
@@ -191,8 +198,8 @@ def _zeros_like(leaf: Any) -> Any:
 
 @contextmanager
 def without_torch_logs() -> Iterator[None]:
-    """A context without torch's logs of failed fake-tensor operations: real tensors are tried next, and their error is
-    reported."""
+    """A context without torch's logs of failed operations on fake tensors: real tensors are tried next, and their error
+    is reported."""
     loggers = [logging.getLogger(name) for name in _TALKATIVE]
     before = [logger.disabled for logger in loggers]
     try:
@@ -208,8 +215,8 @@ def without_torch_logs() -> Iterator[None]:
 def as_when_compiling() -> Iterator[None]:
     """A context in which `torch.compiler.is_compiling()` is true.
 
-    Models that cache tensors outside of themselves, or read values to save work, skip both when they are compiled. On
-    fake tensors they must skip both, too.
+    Models that cache tensors outside of themselves, or read values to save work, skip both when they are compiled. They
+    must also skip both on fake tensors.
     """
     before = torch.compiler._is_compiling_flag
     torch.compiler._is_compiling_flag = True
@@ -241,8 +248,8 @@ def _scripted_functions_in_python() -> Iterator[None]:
 
 @contextmanager
 def _without_needless_masks() -> Iterator[None]:
-    """Keep transformers before 5.18 from making an attention mask where the caller gave none, as it does when it is
-    compiled: with a mask attention cannot use flash kernels, and takes up to twice the time."""
+    """A context in which transformers before 5.18 makes no attention mask if the caller gave none. It would do that
+    when compiled, and with a mask attention cannot use flash kernels and takes up to twice the time."""
     masking: Any = sys.modules.get("transformers.masking_utils")
     is_tracing = getattr(masking, "is_tracing", None)
     if is_tracing is None:
@@ -275,7 +282,7 @@ def configs_with_caches(module: nn.Module) -> list[Any]:
 
 
 def call_without_cache(module: nn.Module, configs: Iterable[Any], args: Any, kwargs: Any) -> Any:
-    """The output of a module; its `configs_with_caches` are given, because they take long to find."""
+    """The output of a module. `configs_with_caches` of it are given, because they take long to find."""
     with _switched_off([(config, "use_cache") for config in configs]):
         return module(*args, **kwargs)
 

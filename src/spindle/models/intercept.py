@@ -25,7 +25,7 @@ _recording_lock = threading.RLock()
 class Interception:
     """Routes calls of some modules, and of all custom autograd functions, through `record_call`, unless paused.
 
-    A module is intercepted by its own `_compiled_call_impl`, which `nn.Module.__call__` calls where there is one
+    A module is intercepted by its own `_compiled_call_impl`, which `nn.Module.__call__` calls if it is set
     (`nn.Module.compile` sets it), so no other module is touched. `torch.autograd.Function.apply`,
     `torch.Tensor.__len__`, and `len` in the files that define the classes of `root`, have no such hook and are
     replaced; calls of other threads pass through. One thread records at a time; a recording inside a recording is fine.

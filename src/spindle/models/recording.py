@@ -23,15 +23,12 @@ objects other than nests of tensors (a KV cache) that pass between statements.
 from __future__ import annotations
 
 import inspect
-import pickle
-import random
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from typing import Any
 from weakref import ref
 
-import numpy
 import torch
 from torch import nn
 from torch._dispatch.python import enable_python_dispatcher
@@ -39,6 +36,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflatten
 
 from spindle.models.constants import constant_value
+from spindle.models.effects import Effects, host_random_state, watched
 from spindle.models.fake import as_when_compiling, device_of, run_on_fakes, without_caches
 from spindle.models.inner_outputs import InnerOutput, Reference, inner_outputs
 from spindle.models.intercept import Interception
@@ -49,6 +47,7 @@ from spindle.models.statements import (
     Statement,
     UnsupportedForwardError,
     current_context,
+    has_number,
     signature_of,
 )
 from spindle.models.symbolic_values import LITERALS, SYMBOLIC, SymbolicValues
@@ -124,7 +123,7 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._takes_inner, self._has_symbolic_ints = takes_inner, has_symbolic_ints
         self.reading = reading  # ids of modules that read values
         self.has_inner = False  # whether tensors made inside called modules are used
-        # Those tensors: by id, with the variable of the call and where they come from.
+        # These tensors by id, with the variable of the call and their place in it.
         self._inner: dict[int, tuple[Reference, str, InnerOutput]] = {}
         self._real: dict[int, tuple[Reference, torch.Tensor]] = {}  # of modules that read values, and their fakes
         self._called: dict[str, _CallWithInner] = {}  # by variable
@@ -157,7 +156,7 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             inputs.append(name if is_input else None)
             values.append(self._values.make_symbolic(leaf, name) if is_input else leaf)
 
-        rng_state = _host_rng_state()
+        rng_state = host_random_state()
         try:
             with self._values.weights, without_caches(self._module), self._calls.active(), ExitStack() as stack:
                 # Modes stack: an operation reaches the mode entered last first. The recorder is above the fake mode, so
@@ -174,7 +173,7 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
                         raise UnsupportedForwardError(changed_tensor(submodule, name))
         finally:
             # Raised even while another error is on its way, because that error is usually a consequence.
-            if _host_rng_state() != rng_state:
+            if host_random_state() != rng_state:
                 raise UnsupportedForwardError(
                     "its forward draws random numbers with Python or numpy between its blocks, and the recording would "
                     "repeat one draw forever; switch that off (layerdrop, apply_spec_augment) or draw them with torch"
@@ -213,6 +212,9 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         concrete = tree_map(self._values.to_concrete, (tuple(args), dict(kwargs)))
         made: dict[int, tuple[Reference, InnerOutput]] = {}
         mode, weights = self._values.concrete_mode, self._values.weights
+        effects = Effects()
+        if module is not None and not any(True for _ in module.parameters()):
+            run = watched(module, run, effects)
         with self._calls.paused(), ExitStack() as stack:
             if module is not None and self._takes_inner:
                 made = stack.enter_context(inner_outputs(module))
@@ -235,8 +237,14 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 attributes=tuple(references.attributes),
                 has_effect=True,
                 context=current_context(),
+                draws=effects.draws,
+                keeps=effects.keeps,
+                returns_number=has_number(tree_leaves(result)),
             )
         )
+        if effects.keeps:  # what it passes on unchanged now may be something else in the next call
+            with mode:
+                result = tree_map(lambda leaf: leaf.clone() if isinstance(leaf, torch.Tensor) else leaf, result)
         return self._register_output(result, name, f"it gets from {label}")
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -457,8 +465,3 @@ def _pick(name: str, source: str, entry: int) -> Statement:
 def changed_tensor(owner: nn.Module, name: str) -> str:
     """Why a forward cannot be recorded that changes a tensor of a module: ranks would have different values of it."""
     return f"its forward changes {name!r}, a tensor of its {type(owner).__name__}, between its blocks"
-
-
-def _host_rng_state() -> bytes:
-    """The states of Python's and numpy's generators, which recorded torch operations do not draw from."""
-    return pickle.dumps((random.getstate(), numpy.random.get_state()))

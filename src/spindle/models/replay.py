@@ -10,14 +10,14 @@ run on any rank that has these, and its gradients are right.
 
 `replay_learning` learns once, from a first batch, which parts are called in which order, and what each needs.
 
-What every replay checks After a value was read, the code may behave differently for another batch. So all later
-    arguments of parts, numbers and None included, come from a replay of the current batch. Only outputs of parts that
-    are passed on unchanged go straight to the next part; every replay checks that they still are, and raises an error
-    for a batch where they are not.
+Checks: once a value was read, the code may behave differently for another batch. So all later arguments of parts,
+including numbers and None, come from a replay of the current batch. Only outputs of parts that are passed on unchanged
+go straight to the next part. Every replay checks that they still are, and raises an error for a batch where they are
+not.
 
-Running ahead Most arguments of blocks (masks, positions, lengths of sequences) do not depend on the blocks before. They
-    are computed once, before the first block, by running ahead: the code runs through all blocks while these return
-    zeros. So nothing is replayed between blocks that only pass hidden states on.
+Running ahead: most arguments of blocks (masks, positions, lengths of sequences) do not depend on the blocks before.
+They are computed once, before the first block: the code runs through all blocks while these return zeros. So nothing
+is replayed between blocks that only pass hidden states on.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from torch.utils._pytree import TreeSpec, tree_leaves, tree_map, tree_unflatten
 
 from spindle.errors import GuardError
 from spindle.models.cross_entropy import CrossEntropyFoundError, WantedCrossEntropy
-from spindle.models.fake import as_when_compiling, device_of, without_caches
+from spindle.models.fake import as_when_compiling, clone_leaf, device_of, without_caches
 from spindle.models.intercept import intercepted_calls
 from spindle.models.zeros import zero_weights
 
@@ -48,7 +48,7 @@ class Like:
 
 @dataclass(frozen=True, slots=True)
 class Same:
-    """A leaf of arguments, or of the output, that is an unchanged input (`call` is None), or an unchanged leaf of a
+    """A leaf of arguments or of the output that is an unchanged input (`call` is None), or an unchanged leaf of a
     call's output."""
 
     call: int | None
@@ -57,14 +57,16 @@ class Same:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReplayedCall:
-    """A call of a part. `shapes` has for each leaf of its output what its shape is like, or None where that is unknown,
-    or the leaf itself where it is no tensor. `passed` has for each leaf of its arguments what it must be, where the
-    program passes that on without a replay; `writes` says whether the code changes its output in place."""
+    """A call of a part.
+
+    `shapes` has, for each leaf of its output, which argument has the same shape; None if that is unknown; or the leaf
+    itself if it is no tensor. `passed` has, for each leaf of its arguments that the program passes on without a replay,
+    what it must be. `writes` says whether the code modifies its output in place.
+    """
 
     path: str
     spec: TreeSpec
     shapes: tuple[Any, ...]
-    is_block: bool
     passed: tuple[Same | None, ...]
     writes: bool
 
@@ -85,17 +87,15 @@ class Replay:
     calls: tuple[ReplayedCall, ...]
     loose: tuple[tuple[str, str, tuple[int, ...], torch.dtype], ...]  # path of the owner, name, shape, dtype
     first_block: int
-    returned: tuple[Same | None, ...]  # of the leaves of the output, as `passed` of calls
-    written: tuple[int, ...]  # leaves of the arguments that the code changes in place
+    returned: tuple[Same | None, ...]  # of the leaves of the output, like `passed` of calls
+    written: tuple[int, ...]  # leaves of the arguments that the code modifies in place
 
     def __repr__(self) -> str:
         return f"Replay({self.targets}, {[call.path for call in self.calls]}, {self.loose})"
 
     def segment(self, number: int, needed: Sequence[int], inputs: Any, outputs: Any, loose: Any) -> list[Any]:
-        """The leaves of the arguments of call `number`, or of the output after the last call.
-
-        `outputs` are those of earlier calls: as they are for those in `needed`, and only shapes for others.
-        """
+        """The leaves of the arguments of call `number`, or of the output after the last call. `outputs` are those of
+        earlier calls: real ones for the calls in `needed`, only shapes for the others."""
         wanted: list[Any] = []
         known = set(needed)
 
@@ -111,7 +111,7 @@ class Replay:
     def loss_parts(
         self, which: int, number: int, needed: Sequence[int], inputs: Any, outputs: Any, loose: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """The total and the count of a mean that the code computes after its last call: its cross entropy of number
+        """The total and the count of a mean that the code computes after its last call, in its cross entropy of number
         `which`. The other arguments are those of `segment`."""
         try:
             with WantedCrossEntropy(which):
@@ -128,12 +128,12 @@ class Replay:
         loose: Any,
         compute: Callable[[nn.Module, Any, Any], Any] | None = None,
     ) -> list[Any]:
-        """Leaves of arguments of calls, by call and leaf, that depend on no block; and the outputs of some calls before
-        the first block. Calls before the first block are computed."""
+        """Leaves of arguments of calls that depend on no block, by call and leaf; and the outputs of some calls before
+        the first block, which are computed."""
         values: dict[tuple[int, int], Any] = {}
         computed: dict[int, Any] = {}
         places = set(wanted)
-        last = len(self.calls) - 1  # beyond the last one needed, so that values that are passed on are checked, too
+        last = len(self.calls) - 1  # also beyond the last one needed, so that values that are passed on are checked
 
         def answer(place: int, call: ReplayedCall, run: Any, args: Any, kwargs: Any) -> Any:
             for leaf, value in enumerate(tree_leaves((args, kwargs))):
@@ -171,7 +171,7 @@ class Replay:
         paths = {id(target): path for target, path in zip(targets, self.targets, strict=True)}
         given = iter(inputs)
         leaves = [next(given) if named else value for named, value in zip(self.is_input, self.constants, strict=True)]
-        leaves = [_clone(leaf) if number in self.written else leaf for number, leaf in enumerate(leaves)]
+        leaves = [clone_leaf(leaf) if number in self.written else leaf for number, leaf in enumerate(leaves)]
         seen: dict[int | None, list[Any]] = {None: leaves}  # the values that the code received: inputs, and by call
         versions: dict[int | None, list[int]] = {None: list(map(version_of, leaves))}
 
@@ -194,8 +194,8 @@ class Replay:
             output = answer(place, call, run, args, kwargs)
             if not torch.is_grad_enabled():  # the code has disabled gradients around this call
                 output = tree_map(_detach, output)
-            # A copy of the object, which the code may change, and of tensors that it does change.
-            output = tree_map(_clone if call.writes else lambda leaf: leaf, output)
+            # a copy of the object, which the code may modify, and of tensors that it does modify
+            output = tree_map(clone_leaf if call.writes else lambda leaf: leaf, output)
             seen[place] = tree_leaves(output)
             versions[place] = list(map(version_of, seen[place]))
             return output
@@ -205,7 +205,7 @@ class Replay:
         weights: Any = nullcontext() if has_weights else zero_weights(self.module, device_of(leaves))
         with (
             weights,
-            as_when_compiling(),  # else code may leave out a mask that masks nothing in this batch
+            as_when_compiling(),  # otherwise code may leave out a mask that masks nothing in this batch
             without_caches(self.module),
             self._loose_parameters(loose, leaves),
             intercepted_calls(targets, called),
@@ -227,7 +227,7 @@ class Replay:
         return result
 
     def _refusal(self, difference: str) -> GuardError:
-        """The error for a batch for which the code behaves differently than for the first one."""
+        """The error for a batch for which the code behaves differently from the first batch."""
         return GuardError(
             self.module,
             f"{type(self.module).__name__} reads values of tensors between its parts, and takes another branch for "
@@ -236,8 +236,8 @@ class Replay:
 
     @contextmanager
     def _loose_parameters(self, loose: Any, leaves: Any) -> Iterator[None]:
-        """Replace the parameters that the code reads itself by these tensors. Parameters that are not given do not
-        affect the result, and may be on other ranks."""
+        """A context in which the parameters that the code reads itself are replaced by these tensors. Parameters that
+        are not given do not affect the result, and may be on other ranks."""
         before = []
         for (path, name, shape, dtype), tensor in zip(self.loose, loose, strict=True):
             parameters = self.module.get_submodule(path)._parameters
@@ -257,20 +257,16 @@ def has_replay(namespace: Mapping[str, Any]) -> bool:
 
 
 def shape_of(value: Any) -> Any:
-    """A nest of tensors without their values: with an empty dimension in front of each shape. Takes no memory, and
-    nothing but its shape is sent."""
+    """A nest of tensors without values: an empty dimension comes first in each shape. It takes no memory, and only the
+    shape is sent."""
     return tree_map(
         lambda leaf: leaf.detach().new_empty((0, *leaf.shape)) if isinstance(leaf, torch.Tensor) else leaf, value
     )
 
 
 def after(checked: Any, value: Any) -> Any:
-    """Return `value`, after a replay that has checked that it may be used."""
+    """Return `value`, which may be used because a replay has checked it."""
     return value
-
-
-def _clone(leaf: Any) -> Any:
-    return leaf.clone() if isinstance(leaf, torch.Tensor) else leaf
 
 
 def _detach(leaf: Any) -> Any:

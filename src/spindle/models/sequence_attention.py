@@ -177,8 +177,8 @@ def _exchanged(group: SequenceGroup, parts: Sequence[torch.Tensor]) -> list[torc
     results: dict[int, torch.Tensor] = {}
     for dtype in dict.fromkeys(part.dtype for part in parts):
         numbers = [number for number, part in enumerate(parts) if part.dtype == dtype]
-        together = torch.cat([parts[number] for number in numbers], dim=1)
-        received: torch.Tensor = _AllToAll.apply(together, group)  # type: ignore[no-untyped-call]
+        whole = torch.cat([parts[number] for number in numbers], dim=1)
+        received: torch.Tensor = _AllToAll.apply(whole, group)  # type: ignore[no-untyped-call]
         results |= zip(
             numbers, torch.split(received, [parts[number].shape[1] for number in numbers], dim=1), strict=True
         )

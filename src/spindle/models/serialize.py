@@ -19,7 +19,8 @@ import torch
 from torch import nn
 from torch.utils._pytree import TreeSpec, tree_structure, tree_unflatten
 
-from spindle.models.chain import Chain, ChainSource, ChildModules, LayerSource, RecordedForward, WholeModule
+from spindle.models.chain import Chain, ChainSource, ChildModules, WholeModule
+from spindle.models.layer_source import LayerSource, RecordedForward
 
 _LARGEST_CONSTANT_BYTES = 1 << 20
 _ADDRESS = re.compile(r" at 0x[0-9a-f]+")
@@ -184,7 +185,8 @@ def source_text(chain: Chain) -> str:
 
 
 def namespace_text(module: nn.Module, namespace: Mapping[str, Any]) -> str:
-    """Describe what the names in generated code stand for, equal in all processes where they stand for the same."""
+    """A description of the objects that names in generated code refer to, equal in all processes if they are the
+    same."""
     name_of = _namer(module)
     return "\n".join(f"{name} = {name_of(value)}" for name, value in namespace.items())
 

@@ -1,14 +1,15 @@
 """Snapshots of modules, so that a forward can be tried without leaving traces.
 
 A snapshot covers what hangs on the modules themselves: their attributes (a cache filled in the first forward, a
-counter, a list that grows), their hooks and the values of their buffers. It does not cover what changes inside other
-objects that attributes refer to.
+counter, a list that grows), their hooks and the values of their buffers; and attributes of plain objects that these
+refer to, with lists, dicts and sets among them. It does not cover what changes deeper inside.
 """
 
 from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterable
+from types import ModuleType
 from typing import Any
 
 import torch
@@ -16,7 +17,10 @@ from torch import nn
 
 _COPIED = ("_buffers", "_forward_hooks", "_forward_pre_hooks")  # dicts that modules change in place
 _CONTAINERS = (list, dict, set, deque)
+_NUMBERS = (int, float, str, bytes)  # equal ones may be other objects
 _OF_TORCH = frozenset(vars(nn.Module()))
+_MOST_ITEMS = 1000  # of a list, dict or set in a plain object that is looked at: a dataset is none of a forward's state
+_DEPTH = 3  # of plain objects that refer to each other
 
 
 class ModuleStates:
@@ -25,7 +29,8 @@ class ModuleStates:
     def __init__(self, modules: Iterable[nn.Module]) -> None:
         self._modules = list(modules)
         self._states = [_state(module) for module in self._modules]
-        self._containers = [_containers(module) for module in self._modules]
+        seen: set[int] = set()
+        self._containers = [_containers(module, seen) for module in self._modules]
         self._versions = [_versions(module) for module in self._modules]
 
     def changed_modules(self, *, but_for_tensors: bool = False) -> list[nn.Module]:
@@ -92,20 +97,43 @@ def _is_same_state(before: dict[str, Any], now: dict[str, Any], but_for_tensors:
     )
 
 
-def _containers(module: nn.Module) -> list[tuple[Any, Any]]:
-    """Lists, dicts and sets that a module refers to, each with a copy."""
-    attributes = (value for name, value in module.__dict__.items() if name not in _OF_TORCH)
-    return [(value, value.copy()) for value in attributes if type(value) in _CONTAINERS]
+def _containers(module: nn.Module, seen: set[int]) -> list[tuple[Any, Any]]:
+    """Lists, dicts and sets that a module refers to, and the attributes of plain objects, each with a copy; but for
+    objects in `seen`."""
+    attributes = [value for name, value in module.__dict__.items() if name not in _OF_TORCH]
+    containers = [(value, value.copy()) for value in attributes if type(value) in _CONTAINERS]
+    for _ in range(_DEPTH):
+        inside = []
+        for value in attributes:
+            if _is_plain(value) and id(value) not in seen:
+                seen.add(id(value))
+                containers.append((value.__dict__, dict(value.__dict__)))
+                inside += value.__dict__.values()
+        small = [value for value in inside if type(value) in _CONTAINERS and len(value) <= _MOST_ITEMS]
+        containers += [(value, value.copy()) for value in small]
+        attributes = inside
+    return containers
+
+
+def _is_plain(value: Any) -> bool:
+    """Whether a value is an object with attributes of its own that a forward may set: no module, tensor, class or
+    function."""
+    is_other = isinstance(value, nn.Module | torch.Tensor | type | ModuleType) or callable(value)
+    return not is_other and type(getattr(value, "__dict__", None)) is dict
 
 
 def _has_same_items(container: Any, items: Any) -> bool:
     if len(container) != len(items):
         return False
     if isinstance(container, dict):
-        return all(key in items and value is items[key] for key, value in container.items())
+        return all(key in items and _is_same(value, items[key]) for key, value in container.items())
     if isinstance(container, set):
         return bool(container == items)
-    return all(item is before for item, before in zip(container, items, strict=True))
+    return all(map(_is_same, container, items))
+
+
+def _is_same(value: Any, before: Any) -> bool:
+    return value is before or (type(value) is type(before) and isinstance(value, _NUMBERS) and value == before)
 
 
 def _versions(module: nn.Module) -> list[int]:

@@ -7,7 +7,7 @@ statements so far, their variables, and the namespace in which their text will r
 from __future__ import annotations
 
 import traceback
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -51,6 +51,14 @@ class Statement:
     writes: tuple[str, ...] = ()
     has_effect: bool = False
     context: Context = ()
+    draws: bool = False  # random numbers, inside a module without parameters
+    keeps: bool = False  # whether such a module is another one after the call
+    returns_number: bool = False  # a tensor without dimensions among what a module returns: a loss
+
+
+def has_number(output: Iterable[Any]) -> bool:
+    """Whether a leaf is a tensor with one floating-point number, and no dimensions."""
+    return any(isinstance(leaf, torch.Tensor) and not leaf.dim() and leaf.is_floating_point() for leaf in output)
 
 
 @dataclass(slots=True)
@@ -152,7 +160,7 @@ def needs_values(error: BaseException) -> bool:
 
 
 def failure_reason(error: BaseException) -> str:
-    """Why a forward could not be recorded, with the user's line of code where that helps."""
+    """Why a forward could not be recorded, with the line of the user's code if that helps."""
     frames = [frame for frame in traceback.extract_tb(error.__traceback__) if not _is_library(frame.filename)]
     line = f" ({frames[-1].filename.rpartition('/')[2]}, line {frames[-1].lineno}: {frames[-1].line})" if frames else ""
     if isinstance(error, UnsupportedForwardError):

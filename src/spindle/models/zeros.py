@@ -15,8 +15,11 @@ from spindle.models.intercept import intercepted_calls
 
 
 def zero_output(module: nn.Module, args: Any, kwargs: Any) -> Any:
-    """The output of a module as zeros. Its parts are not computed: it runs on fake tensors, or, where it reads values,
-    its own code runs around parts that return zeros."""
+    """The output of a module as zeros.
+
+    Its parts are not computed: it runs on fake tensors, or, if it reads values, its own code runs around parts that
+    return zeros.
+    """
     mode = fake_mode()
     device = device_of((args, kwargs))
     fakes = tree_map(lambda leaf: fake_like(mode, leaf), (args, kwargs))

@@ -1,4 +1,4 @@
-"""From ordered pieces to slots: every planner builds its Plan here."""
+"""Build a Plan from ordered pieces, as every planner does."""
 
 from __future__ import annotations
 
@@ -6,9 +6,11 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 
+import numpy as np
+
 from spindle.graph import MetaGraph
 from spindle.plan.plan import FORWARD, DeviceLane, Pass, Plan, Slot
-from spindle.plan.times import Key, pass_spans
+from spindle.plan.times import Key, pass_times
 from spindle.profile import Profile, Setting
 
 
@@ -16,7 +18,8 @@ from spindle.profile import Profile, Setting
 class Piece:
     """The next `num_layers` layers of an op (by its position in the graph) on these devices.
 
-    A planner may set the earliest start, in folded time, and the wave; otherwise waves are labelled in start order.
+    A planner may set the earliest start (`not_before_s`, in folded time) and the wave; otherwise waves are labelled in
+    start order.
     """
 
     op: int
@@ -33,9 +36,9 @@ class Piece:
 
 
 def assemble(profile: Profile, setting: Setting, planner: str, pieces: Iterable[Piece], seed: int = 0) -> Plan:
-    """Build a mirrored plan from pieces in an order that respects the flows.
+    """Build a mirrored plan (backward in the reverse order of forward) from pieces in an order that respects the flows.
 
-    Each piece starts as soon as its data and its devices are there. Neighbouring pieces of one op on the same devices
+    Each piece starts as soon as its data and its devices are ready. Consecutive pieces of one op on the same devices
     become one slot.
     """
     graph = profile.graph
@@ -52,7 +55,7 @@ def assemble(profile: Profile, setting: Setting, planner: str, pieces: Iterable[
         next_layer[piece.op] = last = first + piece.num_layers
         lanes = [(device, piece.lane) for device in piece.devices]
         before = last_slot[piece.op]
-        # Pieces become one slot only where nothing else has run on their lanes in between.
+        # Pieces become one slot only if nothing else has run on their lanes in between.
         continues = (
             before >= 0
             and slots[before].devices == piece.devices
@@ -65,7 +68,7 @@ def assemble(profile: Profile, setting: Setting, planner: str, pieces: Iterable[
             and all(lane_slot[lane] == before for lane in lanes)
         )
         if continues:
-            # From the slot's start, not piece by piece: the same sum, bit for bit, as for a slot that was one piece.
+            # Computed from the slot's start, so that it equals, bit for bit, the end of a slot that was one piece.
             end_s = starts_s[before] + (last - slots[before].first) * layer_s
             slots[before] = replace(slots[before], last=last)
         else:
@@ -82,9 +85,9 @@ def assemble(profile: Profile, setting: Setting, planner: str, pieces: Iterable[
             lane_slot[lane] = last_slot[piece.op]
     by_start = sorted(range(len(slots)), key=lambda number: starts_s[number])
     in_order = [slots[number] for number in by_start]
-    if any(slot.lane for slot in slots) and any(after.wave < before.wave for before, after in pairwise(in_order)):
-        # Which of two lanes starts its next slot first depends on measured times, so whoever wrote the waves by hand
-        # could not know it.
+    used = [(slot.wave, lane) for slot in in_order for lane in slot.lanes]
+    if any(after.wave < before.wave for before, after in pairwise(in_order)) and len(set(used)) == len(used):
+        # Waves written by hand cannot follow start order, which depends on measured times: label anew.
         in_order = [replace(slot, wave=-1) for slot in in_order]
     return _plan(profile, setting, planner, label_waves(profile, in_order), max(op_end), seed)
 
@@ -95,25 +98,23 @@ def assemble_passes(
     planner: str,
     pieces: Sequence[Piece],
     order: Sequence[Key],
-    seed: int = 0,
 ) -> Plan:
-    """Build a plan from pieces, each a slot of its own, and the order of their passes (numbered as the pieces are),
-    which must respect the flows."""
+    """Build a plan from pieces, each a slot of its own, and an order of their passes, which must respect the flows.
+    Passes name slots by the positions of their pieces."""
     graph = profile.graph
     next_layer = [0] * len(graph.metaops)
     slots: list[Slot] = []
     for piece in pieces:
         slots.append(_slot(piece, graph, next_layer[piece.op]))
         next_layer[piece.op] += piece.num_layers
-    timed = pass_spans(slots, [piece.op for piece in pieces], order, profile, setting)
-    starts_s = {span.slot: span.start_s for span in timed if span.kind == FORWARD}
+    start_s, end_s = pass_times(slots, [piece.op for piece in pieces], order, profile, setting)
+    starts_s = {number: start for (number, kind), start in zip(order, start_s.tolist(), strict=True) if kind == FORWARD}
     by_start = sorted(range(len(slots)), key=lambda number: (starts_s[number], number))
     new_number = {number: index for index, number in enumerate(by_start)}
     ordered = label_waves(profile, [slots[number] for number in by_start])
-    passes = tuple(
-        Pass(slot=new_number[span.slot], kind=span.kind) for span in sorted(timed, key=lambda span: span.start_s)
-    )
-    plan = _plan(profile, setting, planner, ordered, max(span.end_s for span in timed), seed)
+    in_order = [order[place] for place in np.argsort(start_s, kind="stable").tolist()]
+    passes = tuple(Pass(slot=new_number[number], kind=kind) for number, kind in in_order)
+    plan = _plan(profile, setting, planner, ordered, float(end_s.max()))
     return replace(plan, passes=passes)
 
 
@@ -136,7 +137,9 @@ def _slot(piece: Piece, graph: MetaGraph, first: int, not_before_s: float = 0.0)
     )
 
 
-def _plan(profile: Profile, setting: Setting, planner: str, slots: Sequence[Slot], folded_s: float, seed: int) -> Plan:
+def _plan(
+    profile: Profile, setting: Setting, planner: str, slots: Sequence[Slot], folded_s: float, seed: int = 0
+) -> Plan:
     graph = profile.graph
     return Plan(
         workload=graph.name,
@@ -162,22 +165,22 @@ def _plan(profile: Profile, setting: Setting, planner: str, slots: Sequence[Slot
 
 
 def label_waves(profile: Profile, slots: Sequence[Slot]) -> list[Slot]:
-    """Label slots that have no wave, in start order: a slot opens a new wave when its lanes or its data are in the
-    current one."""
+    """Label slots that have no wave, in start order: a slot opens a new wave if the current one already uses one of its
+    lanes or produces its input."""
     graph = profile.graph
-    position = {op.name: index for index, op in enumerate(graph.metaops)}
     wave = 0
     lanes: set[DeviceLane] = set()
     ops: set[int] = set()
     labelled = []
     for slot in slots:
-        op = position[slot.op]
+        op = graph.positions[slot.op]
         if slot.wave >= 0:
             labelled.append(slot)
             continue
-        if not lanes.isdisjoint(slot.lanes) or op in ops or not ops.isdisjoint(graph.predecessors[op]):
+        own_lanes = slot.lanes
+        if not lanes.isdisjoint(own_lanes) or op in ops or not ops.isdisjoint(graph.predecessors[op]):
             wave, lanes, ops = wave + 1, set(), set()
-        lanes.update(slot.lanes)
+        lanes.update(own_lanes)
         ops.add(op)
         labelled.append(replace(slot, wave=wave))
     return labelled
@@ -195,11 +198,11 @@ def slots_per_op(plan: Plan) -> float:
 
 
 def relaxed(plan: Plan, profile: Profile, setting: Setting) -> Plan:
-    """The plan without barriers: the same slots in the same order, each as early as data and devices allow."""
-    position = {op.name: index for index, op in enumerate(profile.graph.metaops)}
+    """The plan without barriers (`not_before_s`): the same slots in the same order, each as early as data and devices
+    allow."""
     pieces = [
         Piece(
-            op=position[slot.op],
+            op=profile.graph.positions[slot.op],
             num_layers=slot.num_layers,
             devices=slot.devices,
             round=slot.round,

@@ -1,6 +1,6 @@
 """Is this plan legal? The first broken rule is reported, with its place marked.
 
-Legality does not depend on times: a plan holds for curves that were measured again.
+Legality does not depend on times, so a plan stays legal when curves are measured again.
 """
 
 from __future__ import annotations
@@ -10,11 +10,11 @@ from collections import defaultdict
 from spindle.errors import ClusterError, PlanError, ProfileError
 from spindle.plan.plan import FORWARD, WEIGHT, DeviceLane, Plan, Slot, setting_of
 from spindle.plan.text import marked
-from spindle.plan.times import offloaded_bytes, pass_needs, refuse_other_slots, slot_links
+from spindle.plan.times import offloaded_bytes, pass_needs, refuse_other_slots, slot_needs
 from spindle.profile import Curve, Profile, bytes_text
 
 MAX_LANES = 8  # compute streams of a device
-_TOLERANCE = 1e-9  # other versions may add the same times in another order
+_TOLERANCE = 1e-9  # versions may add the same times in different orders
 
 
 def check(plan: Plan, profile: Profile) -> None:
@@ -31,6 +31,7 @@ def check(plan: Plan, profile: Profile) -> None:
         _rounds,
         _lanes,
         _quotas,
+        _states,
         _order,
         _host,
         _waves,
@@ -81,12 +82,11 @@ def _ops_and_layers(plan: Plan, profile: Profile) -> None:
 
 
 def _allocations(plan: Plan, profile: Profile) -> None:
-    """Each slot is on devices that exist, each once, in a number its curve allows, whole tensor groups in an island."""
+    """A slot names existing devices, each once, as many as its curve allows, in whole groups inside an island."""
     setting = setting_of(plan, profile)
-    position = {op.name: index for index, op in enumerate(profile.graph.metaops)}
     island_of, shard_of = profile.cluster.island_of, profile.cluster.place_in_island
     for slot in plan.slots:
-        op = position[slot.op]
+        op = profile.graph.positions[slot.op]
         curve = profile.curve(op, setting)
         if len(set(slot.devices)) < len(slot.devices):
             raise _refuse(plan, slot, f"{slot.op} names a device twice: {list(slot.devices)}")
@@ -94,7 +94,11 @@ def _allocations(plan: Plan, profile: Profile) -> None:
             if not 0 <= device < len(island_of):
                 raise _refuse(plan, slot, f"there is no device {device}, only 0 to {len(island_of) - 1}")
         if not curve.allows(len(slot.devices)):
-            raise _refuse(plan, slot, f"{slot.op} is not allowed on {len(slot.devices)} devices")
+            allowed = ", ".join(map(str, curve.num_devices[:8])) + (", ..." if len(curve.num_devices) > 8 else "")
+            why = ": a sequence group has to divide its heads" if profile.graph.metaops[op].items else ""
+            raise _refuse(
+                plan, slot, f"{slot.op} is not allowed on {len(slot.devices)} devices, only on {allowed}{why}"
+            )
         degree = curve.tensor_degree
         for start in range(0, len(slot.devices) if degree > 1 else 0, degree):
             group = slot.devices[start : start + degree]
@@ -117,7 +121,8 @@ def _allocations(plan: Plan, profile: Profile) -> None:
 
 
 def _memory(plan: Plan, profile: Profile) -> None:
-    """A slot recomputes and offloads at most its own layers, none of them twice, and only in plans that list passes."""
+    """A slot recomputes or offloads each of its layers at most once, and only in plans that list passes."""
+    num_lanes = plan.num_lanes
     for slot in plan.slots:
         if min(slot.recomputed, slot.offloaded) < 0 or slot.recomputed + slot.offloaded > slot.num_layers:
             raise _refuse(
@@ -140,9 +145,9 @@ def _memory(plan: Plan, profile: Profile) -> None:
                 f"{slot.recomputed} and {slot.offloaded}",
             )
         if slot.offloaded and not profile.cluster.kind.host_bytes_per_s:
-            raise _refuse(plan, slot, f"{slot.op} offloads, and nothing is known of a link to the host")
-        if slot.offloaded and plan.num_lanes > 1:  # copies are ordered by passes of one lane
-            raise _refuse(plan, slot, f"{slot.op} offloads in a plan of {plan.num_lanes} lanes; expected one lane")
+            raise _refuse(plan, slot, f"{slot.op} offloads, and the bandwidth to host memory is not known")
+        if slot.offloaded and num_lanes > 1:  # copies are ordered by passes of one lane
+            raise _refuse(plan, slot, f"{slot.op} offloads in a plan of {num_lanes} lanes; expected one lane")
 
 
 def _host(plan: Plan, profile: Profile) -> None:
@@ -150,13 +155,12 @@ def _host(plan: Plan, profile: Profile) -> None:
     if not any(slot.offloaded for slot in plan.slots):
         return
     kind, graph, setting = profile.cluster.kind, profile.graph, setting_of(plan, profile)
-    position = {op.name: index for index, op in enumerate(graph.metaops)}
     held_bytes: dict[int, int] = defaultdict(int)
     for pass_ in plan.passes:
         slot = plan.slots[pass_.slot]
         if not slot.offloaded or pass_.kind == WEIGHT:  # activations were copied back for the input gradients
             continue
-        op = position[slot.op]
+        op = graph.positions[slot.op]
         num_bytes = offloaded_bytes(slot, graph.metaops[op], profile.curve(op, setting).tensor_degree)
         for device in slot.devices:
             held_bytes[device] += num_bytes if pass_.kind == FORWARD else -num_bytes
@@ -172,7 +176,8 @@ def _host(plan: Plan, profile: Profile) -> None:
 def _rounds(plan: Plan, profile: Profile) -> None:
     """Data never flows between rounds, and a device finishes one round before the next."""
     round_of: dict[str, int] = {}
-    task_of = {op.name: op.task for op in profile.graph.metaops}
+    groups = profile.graph.task_groups
+    task_of = {op.name: groups[op.task] for op in profile.graph.metaops}
     last: dict[int, int] = {}
     for slot in plan.slots:
         if not 0 <= slot.round < len(plan.slots):
@@ -197,8 +202,8 @@ def _rounds(plan: Plan, profile: Profile) -> None:
 
 
 def _lanes(plan: Plan, profile: Profile) -> None:
-    """Lanes are numbered without gaps, slots that train the same parameters on a device share their lanes, and
-    lanes that run at the same time need a profile that says how much they slow each other down."""
+    """Lanes are numbered without gaps, slots that train the same parameter on a device use the same lanes, and the
+    profile says how much concurrent lanes slow each other down."""
     if all(slot.lane == 0 and slot.weight_lane is None for slot in plan.slots):
         return
     for slot in plan.slots:
@@ -208,10 +213,9 @@ def _lanes(plan: Plan, profile: Profile) -> None:
     if plan.passes:
         raise PlanError("this plan lists its passes and has several lanes; pipelines have one lane on each device")
     graph = profile.graph
-    position = {op.name: index for index, op in enumerate(graph.metaops)}
     first_with: dict[tuple[int, int], Slot] = {}  # by device and parameter
     for slot in plan.slots:
-        op = position[slot.op]
+        op = graph.positions[slot.op]
         curve = profile.curve(op, setting_of(plan, profile))
         if slot.has_weight_lane:
             _weight_lane(plan, slot, curve)
@@ -259,7 +263,7 @@ def _lanes(plan: Plan, profile: Profile) -> None:
 
 
 def _weight_lane(plan: Plan, slot: Slot, curve: Curve) -> None:
-    """Weight gradients on a lane of their own need a known time, and backward passes that can be split in two."""
+    """Weight gradients on another lane need a known time, and a backward pass that can be split in two."""
     if not curve.weight_s:
         raise _refuse(
             plan,
@@ -273,7 +277,7 @@ def _weight_lane(plan: Plan, slot: Slot, curve: Curve) -> None:
 
 
 def _quotas(plan: Plan, profile: Profile) -> None:
-    """Each of several lanes has a quota of SMs that the driver grants, on which the times of its layers are known."""
+    """Each of several lanes has a quota of SMs that the driver can grant, with known times of its layers on them."""
     if not plan.quotas:
         return
     listed = ", ".join(map(str, plan.quotas))
@@ -294,9 +298,8 @@ def _quotas(plan: Plan, profile: Profile) -> None:
     except ClusterError as error:
         raise PlanError(f"{kind.name!r}: {error}") from error
     setting = setting_of(plan, profile)
-    position = {op.name: index for index, op in enumerate(profile.graph.metaops)}
     for slot in plan.slots:
-        if slot.has_weight_lane:  # autograd launches them on the stream, and so on the SMs, of their forward
+        if slot.has_weight_lane:  # autograd launches weight gradients on the stream, so on the SMs, of the forward
             raise _refuse(
                 plan,
                 slot,
@@ -304,48 +307,64 @@ def _quotas(plan: Plan, profile: Profile) -> None:
                 "they run on the SMs of their slot; leave that lane or the quotas out",
             )
         try:
-            profile.curve(position[slot.op], setting).on_sms(plan.quotas[slot.lane])
+            profile.curve(profile.graph.positions[slot.op], setting).on_sms(plan.quotas[slot.lane])
         except ProfileError as error:
             raise _refuse(plan, slot, f"{slot.op}: {error}") from error
 
 
+def _states(plan: Plan, profile: Profile) -> None:
+    """Slots that change the same state of a module (running statistics) are on the same lane of the same device."""
+    state_of = {op.name: op.cost.state for op in profile.graph.metaops if op.cost is not None and op.cost.state}
+    first_with: dict[str, Slot] = {}
+    for slot in plan.slots:
+        if slot.op in state_of:
+            first = first_with.setdefault(state_of[slot.op], slot)
+            if first.lanes != slot.lanes:
+                where = ("device " + ",".join(map(str, of.devices)) + f" lane {of.lane}" for of in (first, slot))
+                raise _refuse(
+                    plan,
+                    slot,
+                    f"{first.op} and {slot.op} change the same state of {state_of[slot.op]!r} in every call, so they "
+                    f"need one device and lane; got {' and '.join(where)}",
+                )
+
+
 def _order(plan: Plan, profile: Profile) -> None:
     """Every pass comes after the passes it depends on."""
-    position = {op.name: index for index, op in enumerate(profile.graph.metaops)}
+    position = profile.graph.positions
     if plan.passes and plan.num_rounds > 1:
         raise PlanError("a plan with passes has no rounds: its passes already give the order")
     order = [(pass_.slot, pass_.kind) for pass_ in plan.order]
     refuse_other_slots((slot for slot, _ in order), len(plan.slots))
-    needs = pass_needs(order, slot_links([position[slot.op] for slot in plan.slots], profile.graph))
-    done: set[tuple[int, str]] = set()
-    for number, kind in order:
-        slot = plan.slots[number]
-        for need in needs[number, kind]:
-            if need not in done:
-                source = plan.slots[need[0]].op
-                if kind == FORWARD:
-                    raise _refuse(plan, slot, f"{slot.op} runs before {source}, which feeds it")
-                raise _refuse(plan, slot, f"the {kind} of {slot.op} runs before the {need[1]} of {source}, its input")
-        done.add((number, kind))
+    needs = pass_needs(order, slot_needs([position[slot.op] for slot in plan.slots], profile.graph))
+    if needs.first_late is None:
+        return
+    (number, kind), (need, need_kind) = (order[place] for place in needs.first_late)
+    slot, source = plan.slots[number], plan.slots[need].op
+    if kind == FORWARD:
+        is_order = (position[source], position[slot.op]) in profile.graph.order_edges
+        why = "changes its state first" if is_order else "feeds it"
+        raise _refuse(plan, slot, f"{slot.op} runs before {source}, which {why}")
+    raise _refuse(plan, slot, f"the {kind} of {slot.op} runs before the {need_kind} of {source}, its input")
 
 
 def _waves(plan: Plan, profile: Profile) -> None:
     """A lane of a device appears at most once in a wave, waves follow start order, and data flows to later waves."""
     graph = profile.graph
-    position = {op.name: index for index, op in enumerate(graph.metaops)}
     wave_of_op: dict[int, int] = {}
     used: dict[DeviceLane, int] = {}
     wave = 0
     for slot in plan.slots:
-        if slot.wave < wave:
-            raise _refuse(plan, slot, f"wave numbers must not decrease; wave {wave} came before")
-        wave = slot.wave
         for device, lane in slot.lanes:
             if used.get((device, lane)) == slot.wave:
                 where = f"lane {lane} of device {device}" if lane else f"device {device}"
                 raise _refuse(plan, slot, f"{where} is used twice")
             used[device, lane] = slot.wave
-        op = position[slot.op]
+    for slot in plan.slots:
+        if slot.wave < wave:
+            raise _refuse(plan, slot, f"wave numbers must not decrease; wave {wave} came before")
+        wave = slot.wave
+        op = graph.positions[slot.op]
         sources = [op] if slot.first else list(graph.predecessors[op])
         for source in sources:
             if wave_of_op.get(source, -1) >= slot.wave:

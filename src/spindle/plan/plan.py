@@ -3,12 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from pathlib import Path
 
-from spindle.artifact import read_artifact, write_artifact
 from spindle.display import count_of, facts, html_of, seconds
 from spindle.errors import PlanError
-from spindle.graph import MetaGraph
 from spindle.profile import Profile, Setting
 
 FORWARD, BACKWARD, INPUT, WEIGHT = PASS_KINDS = ("forward", "backward", "input", "weight")
@@ -20,14 +17,15 @@ DeviceLane = tuple[int, int]  # a device, and one of its compute streams
 class Slot:
     """Layers `[first, last)` of one op on these devices, forward and backward.
 
-    The i-th device, or the i-th group of as many as the module's tensor degree, works on the i-th share of the batch.
-    `microbatch` is that of the op; slots on different lanes (compute streams) of a device run at the same time. With a
-    `weight_lane`, weight gradients run on that lane, chunk by chunk behind the input gradients. The
-    first `recomputed` layers run again in backward instead of keeping activations; those of the next `offloaded` wait
-    on the host. With a `sequence_degree` s, every s neighbouring groups share their rows by tokens: each has a slice of
-    the tokens of every row, and all weights; unlike a tensor degree it may differ from slot to slot. `not_before_s` is
-    a start in folded time later than data and devices ask for: the barriers of planner `paper`, for which no rank
-    waits.
+    - `devices`: the i-th device (with a tensor degree, the i-th group of that many) has the i-th share of the batch.
+    - `lane`: slots on different lanes (compute streams) of a device run at the same time.
+    - `weight_lane`: weight gradients run on this lane, each chunk after its input gradients.
+    - `recomputed`, `offloaded`: the first `recomputed` layers run forward again in backward instead of keeping their
+      activations; the activations of the next `offloaded` layers are copied to the host and back.
+    - `sequence_degree`: that many neighbouring groups share their rows by tokens; each has a slice of the tokens of
+      every row, and all weights. Unlike a tensor degree, it may differ from slot to slot.
+    - `not_before_s`: a start in folded time that is later than data and devices require: the barriers of planner
+      `paper`, which count in `Plan.folded_s`, but for which no rank waits.
     """
 
     op: str
@@ -50,7 +48,7 @@ class Slot:
 
     @property
     def has_weight_lane(self) -> bool:
-        """Whether its weight gradients run on another lane than the rest of it."""
+        """Whether its weight gradients run on another lane than its other passes."""
         return self.weight_lane is not None and self.weight_lane != self.lane
 
     @property
@@ -59,14 +57,14 @@ class Slot:
 
     @property
     def lanes(self) -> tuple[DeviceLane, ...]:
-        """The lane that this slot takes on each of its devices."""
+        """For each of its devices, the lane that the slot runs on."""
         return tuple((device, self.lane) for device in self.devices)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Pass:
-    """One pass of a slot: forward; backward; or the two halves of a split backward: the gradients of inputs, which
-    other slots wait for, and those of weights, which only the end of the step waits for."""
+    """One pass of a slot: forward, backward, or one half of a split backward: input gradients, which other slots wait
+    for, or weight gradients, which only the end of the step waits for."""
 
     slot: int
     kind: str
@@ -78,19 +76,19 @@ class Pass:
 
 @dataclass(frozen=True, slots=True, kw_only=True, repr=False)
 class Plan:
-    """An order of passes on each device: slots, and `passes` where backward does not mirror forward.
+    """Which layers run where, and the order of passes on each device.
 
-    Slots are listed in the order in which their forward passes start. `passes`, if there are any, are all passes in an
-    order that respects the flows; `order` gives it for every plan. Rounds run one after another, forward and backward
-    each. With `shard_optimizer`, each of the devices that hold a parameter keeps and updates a part of it: gradients
-    are reduced into these parts, and the next step begins by gathering the updated parameters. `quotas` are the SMs of
-    each lane, which no other lane uses; empty where lanes share all SMs of their device.
+    Slots are listed in the order in which their forward passes start. If backward does not mirror forward, `passes`
+    lists all passes in an order that respects the flows; `order` gives the order of passes for every plan. Rounds run
+    one after another, each with its forward and backward. With `shard_optimizer`, each device that holds a parameter
+    updates a part of it (as ZeRO does): gradients are reduce-scattered into these parts, and the next step begins by
+    gathering the updated parameters. `quotas` are the SMs of each lane; if empty, lanes share all SMs of their device.
 
-    A plan stores no times of slots: `spans` derives them. `folded_s` is the length of the step by curves alone, forward
-    and backward of mirrored slots together; `makespan_s` the simulated step with transfers, synchronisation and
-    optimizer; `bound_s` what no plan of this kind can beat (both 0 until they are known). `evaluations` is what the
-    search spent; `cut_s` is set when a time limit ended it early; `settings` lists, as text, the choices of a
-    pipeline's planner.
+    A plan stores no times of slots: `spans` derives them. `folded_s` is the length of the step by curves alone, with
+    forward and backward of mirrored slots counted together; `makespan_s` is the simulated step with transfers,
+    synchronisation and optimizer; `bound_s` is a lower bound for plans of this kind (both 0 until computed).
+    `evaluations` is the effort of the search; `cut_s` is set if a time limit ended it early; `settings` lists, as
+    text, what a pipeline planner chose.
     """
 
     workload: str
@@ -118,12 +116,13 @@ class Plan:
 
     @property
     def num_lanes(self) -> int:
-        """Compute lanes of the device that has most."""
-        return 1 + max(max(slot.lane, slot.lane_of_weights) for slot in self.slots)
+        """The number of compute lanes of a device; the largest number if devices differ."""
+        lanes = {slot.lane for slot in self.slots} | {slot.weight_lane for slot in self.slots}
+        return 1 + max(lane for lane in lanes if lane is not None)
 
     @property
     def order(self) -> tuple[Pass, ...]:
-        """All passes; each lane of a device runs its own in this order."""
+        """All passes, in the order in which each lane of a device runs its own."""
         if self.passes:
             return self.passes
         order: list[Pass] = []
@@ -153,20 +152,5 @@ class Plan:
 
 
 def setting_of(plan: Plan, profile: Profile) -> Setting:
-    """The setting a plan was made under."""
+    """The setting (tensor degrees, recomputation, optimizer sharding) that the plan was made with."""
     return profile.setting(dict(plan.tensor_degrees), frozenset(plan.recompute), plan.shard_optimizer)
-
-
-def write_plan(path: Path, plan: Plan) -> None:
-    write_artifact(path, "plan", plan)
-
-
-def read_plan(path: Path, graph: MetaGraph) -> Plan:
-    """Read a plan; refuse one that was made for another workload."""
-    plan = read_artifact(path, "plan", Plan)
-    if plan.fingerprint != graph.fingerprint:
-        raise PlanError(
-            f"{path}: this plan was made for another workload: {plan.workload!r} (fingerprint {plan.fingerprint}), "
-            f"expected {graph.name!r} ({graph.fingerprint}); plan this workload again"
-        )
-    return plan

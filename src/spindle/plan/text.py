@@ -4,12 +4,12 @@
     head*1@0-3
     > F0 F1 B1 B0
 
-Devices stand in share order (`4-7,0-3` is not `0-7`). Behind a slot, `s4` is its sequence degree; `|1` its lane, and
-`|1w2` also that of its weight gradients; `r3` and `o2` how many layers are recomputed and offloaded; `~1` its round;
-`^0.25` a start in folded time that is later than its data and devices ask for. A line of `>` has the order of the
-passes, where backward does not mirror forward: forward, backward, or the gradients of inputs (I) and weights (W), of
-slots by number. Lines of `# key value` in front carry what slots do not: `# quotas 64 64` are the SMs of each lane.
-Names are written as they are, with blanks as `%20`, a `>` in front as `%3E`.
+Devices are in the order of their shares of the batch (`4-7,0-3` is not `0-7`). After a slot, `s4` is its sequence
+degree; `|1` its lane, and `|1w2` also the lane of its weight gradients; `r3` and `o2` how many layers are recomputed
+and offloaded; `~1` its round; `^0.25` a start in folded time that is later than its data and devices require. If
+backward does not mirror forward, a line that starts with `>` has the order of passes: a letter (forward, backward,
+input gradients, weight gradients) and the number of a slot. Lines of `# key value` at the top have what is not part of
+a slot: `# quotas 64 64` are the SMs of each lane. In names, blanks are written as `%20`, and a leading `>` as `%3E`.
 """
 
 from __future__ import annotations
@@ -18,8 +18,10 @@ import math
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from pathlib import Path
 from urllib.parse import quote, unquote
 
+from spindle.artifact import read_artifact, read_text_file, write_artifact, write_atomically
 from spindle.errors import PlanError, ProfileError
 from spindle.plan.assemble import Piece, assemble, assemble_passes
 from spindle.plan.plan import BACKWARD, FORWARD, INPUT, WEIGHT, Plan, Slot
@@ -38,7 +40,7 @@ _PASS = re.compile(r"([FBIW])(\d+)", re.ASCII)
 
 
 def format_devices(devices: Sequence[int]) -> str:
-    """Devices in order, rising runs as ranges: `0-3,8`."""
+    """Devices in their order, with consecutive numbers as ranges: `0-3,8`."""
     parts: list[str] = []
     position = 0
     while position < len(devices):
@@ -51,7 +53,7 @@ def format_devices(devices: Sequence[int]) -> str:
 
 
 def format_plan(plan: Plan, mark: int | None = None) -> str:
-    """Write the text form; `mark` is the number of a slot to mark, for errors."""
+    """The text form of a plan; for error messages, the slot with number `mark` is marked."""
     lines = [f"# planner {plan.planner}"]
     lines += [f"# tensor {_quoted(module)} {degree}" for module, degree in plan.tensor_degrees if degree > 1]
     lines += [f"# recompute {_quoted(op)}" for op in plan.recompute]
@@ -87,10 +89,48 @@ def _quoted(name: str) -> str:
     return "%3E" + text[1:] if text.startswith(">") else text
 
 
+def is_text_file(path: Path) -> bool:
+    """Whether a file has the text form of a plan, by its name."""
+    return path.suffix == ".txt"
+
+
+def write_plan(path: Path, plan: Plan) -> None:
+    """Write a plan: as JSON, or in its text form if the file is named `.txt`."""
+    if is_text_file(path):
+        write_atomically(path, format_plan(plan))
+    else:
+        write_artifact(path, "plan", plan)
+
+
+def read_plan(path: Path, profile: Profile) -> Plan:
+    """Read a plan of a profile. Raises a PlanError if it was made for another workload."""
+    if is_text_file(path):
+        try:
+            return parse_plan(read_text_file(path), profile)
+        except PlanError as error:
+            raise PlanError(f"{path}, {error}") from error
+    plan, graph = read_artifact(path, "plan", Plan), profile.graph
+    if plan.fingerprint != graph.fingerprint:
+        raise PlanError(
+            f"{path}: this plan was made for another workload: {plan.workload!r} (fingerprint {plan.fingerprint}), "
+            f"expected {graph.name!r} ({graph.fingerprint}); plan this workload again"
+        )
+    return plan
+
+
+def ops_in(text: str) -> list[str]:
+    """The names of the ops in the text form of a plan, as far as it is one."""
+    words = (word for line in text.splitlines() if not line.startswith(("#", ">")) for word in line.split())
+    return [unquote(slot["op"]) for word in words if (slot := _SLOT.fullmatch(word)) is not None]
+
+
 def parse_plan(text: str, profile: Profile) -> Plan:
-    """Parse the text form; every line of slots is a wave. Refuses, with its line, what no plan of this profile has;
-    `check` says whether the plan is legal."""
-    position = {op.name: index for index, op in enumerate(profile.graph.metaops)}
+    """Parse the text form, in which every line of slots is a wave.
+
+    Raises a PlanError with the line of any op, device or number that no plan of this profile can have. Whether the plan
+    is legal is left to `check`.
+    """
+    position = profile.graph.positions
     planner = "text"
     degrees: dict[str, int] = {}
     recompute: set[str] = set()
@@ -168,7 +208,7 @@ def _parse_slot(word: str, position: Mapping[str, int], wave: int, profile: Prof
 def _refuse_layers_and_devices(
     pieces: Sequence[Piece], lines: Sequence[int], profile: Profile, setting: Setting
 ) -> None:
-    """Refuse layers that an op does not have, and numbers of devices for which it has no time."""
+    """Refuse layers that an op does not have, and numbers of devices for which its curve has no time."""
     if not pieces:
         raise PlanError("the text of a plan has no slots; expected op*layers@devices, such as vision*12@0-3")
     num_layers = [0] * len(profile.graph.metaops)
@@ -212,7 +252,7 @@ def _parse_pass(word: str, line: int) -> tuple[int, str]:
 
 
 def _parse_count(digits: str | None, line: int) -> int:
-    """A number of the text; 0 if it is left out."""
+    """An optional number; 0 if it is left out."""
     if digits is not None and len(digits) > _MOST_DIGITS:
         raise PlanError(f"line {line}: expected a number of up to {_MOST_DIGITS} digits, got {digits}")
     return int(digits or 0)

@@ -1,5 +1,5 @@
-"""Which passes a pass depends on, and when it runs by the curves. Transfers, and copies of offloaded activations, come
-in with the program."""
+"""Which passes a pass depends on, and when it runs by curves alone. Transfers, and copies of offloaded activations, are
+left to the program."""
 
 from __future__ import annotations
 
@@ -8,18 +8,24 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
+import numpy as np
+from numpy.typing import NDArray
+
 from spindle.errors import PlanError, ProfileError
 from spindle.graph import MetaGraph, MetaOp
-from spindle.plan.plan import BACKWARD, FORWARD, INPUT, WEIGHT, DeviceLane, Plan, Slot, setting_of
+from spindle.plan.earliest import run_passes
+from spindle.plan.plan import BACKWARD, FORWARD, INPUT, PASS_KINDS, WEIGHT, DeviceLane, Plan, Slot, setting_of
 from spindle.profile import Curve, Profile, Setting, saved_bytes
 
+Column = NDArray[np.int64]
+Seconds = NDArray[np.float64]
 Key = tuple[int, str]  # a slot and a kind of pass
 FOLDED = "folded"  # forward and backward of a slot together
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Span:
-    """When a pass runs; or, of kind `folded`, both passes of a slot whose backward mirrors its forward."""
+    """When a pass runs. Kind `folded` stands for both passes of a slot whose backward mirrors its forward."""
 
     slot: int
     kind: str
@@ -28,20 +34,19 @@ class Span:
 
 
 def spans(plan: Plan, profile: Profile) -> tuple[Span, ...]:
-    """Every pass of a plan in its order, each as early as its data and the lanes of its devices allow.
+    """When every pass of a plan runs: in the plan's order, as early as its data and the lanes of its devices allow.
 
-    Mirrored plans are in folded time, which counts forward and backward together: a span for each slot.
+    Mirrored plans have one span per slot, in folded time, which counts forward and backward together.
     """
     setting = setting_of(plan, profile)
-    position = {op.name: index for index, op in enumerate(profile.graph.metaops)}
-    ops = [position[slot.op] for slot in plan.slots]
+    ops = [profile.graph.positions[slot.op] for slot in plan.slots]
     if plan.passes:
         return pass_spans(plan.slots, ops, [(pass_.slot, pass_.kind) for pass_ in plan.passes], profile, setting)
     return _folded_spans(plan.slots, ops, profile, setting)
 
 
 def forward_spans(plan: Plan, profile: Profile) -> tuple[Span, ...]:
-    """By slot: its span in folded time, or that of its forward pass."""
+    """The span of each slot's forward pass; for mirrored plans, its span in folded time."""
     starting = [span for span in spans(plan, profile) if span.kind in (FORWARD, FOLDED)]
     return tuple(sorted(starting, key=lambda span: span.slot))
 
@@ -51,7 +56,7 @@ def _folded_spans(slots: Sequence[Slot], ops: Sequence[int], profile: Profile, s
     lane_end: dict[DeviceLane, float] = {}
     timed: list[Span] = []
     for number, (slot, op) in enumerate(zip(slots, ops, strict=True)):
-        # A slot with earlier layers of its op waits only for these, which have already waited for the op's producers.
+        # Later layers of an op wait only for its earlier ones, which have already waited for its producers.
         producers = [op] if slot.first else profile.graph.predecessors[op]
         ready_s = [op_end.get(producer, 0.0) for producer in producers]
         start_s = max([slot.not_before_s, *ready_s, *(lane_end.get(lane, 0.0) for lane in slot.lanes)])
@@ -65,24 +70,46 @@ def _folded_spans(slots: Sequence[Slot], ops: Sequence[int], profile: Profile, s
 def pass_spans(
     slots: Sequence[Slot], ops: Sequence[int], order: Sequence[Key], profile: Profile, setting: Setting
 ) -> tuple[Span, ...]:
-    """Times of passes that run in the given order on each device; refuses an order that does not respect the flows."""
+    """When each pass runs, if every device runs its passes in this order. Refuses an order that does not respect the
+    flows."""
+    start_s, end_s = pass_times(slots, ops, order, profile, setting)
+    return tuple(
+        Span(slot=number, kind=kind, start_s=start, end_s=end)
+        for (number, kind), start, end in zip(order, start_s.tolist(), end_s.tolist(), strict=True)
+    )
+
+
+def pass_times(
+    slots: Sequence[Slot], ops: Sequence[int], order: Sequence[Key], profile: Profile, setting: Setting
+) -> tuple[Seconds, Seconds]:
+    """The start and end of each pass of an order. Refuses an order that does not respect the flows."""
     refuse_other_slots((number for number, _ in order), len(slots))
-    needs = pass_needs(order, slot_links(ops, profile.graph))
-    ends: dict[Key, float] = {}
-    lane_end: dict[DeviceLane, float] = defaultdict(float)
-    timed: list[Span] = []
-    for key in order:
-        number, kind = key
-        late = [need for need in needs[key] if need not in ends]
-        if late:
-            raise PlanError(f"the {kind} of slot {number} comes before the {late[0][1]} of slot {late[0][0]}")
-        slot, op = slots[number], ops[number]
-        start_s = max([*(ends[need] for need in needs[key]), *(lane_end[lane] for lane in slot.lanes)], default=0.0)
-        end_s = start_s + pass_s(slot, kind, profile.curve(op, setting), setting.recompute[op])
-        ends[key] = end_s
-        lane_end.update(dict.fromkeys(slot.lanes, end_s))
-        timed.append(Span(slot=number, kind=kind, start_s=start_s, end_s=end_s))
-    return tuple(timed)
+    needs = pass_needs(order, slot_needs(ops, profile.graph))
+    late = needs.first_late
+    if late is not None:
+        (number, kind), (source, source_kind) = order[late[0]], order[late[1]]
+        raise PlanError(f"the {kind} of slot {number} comes before the {source_kind} of slot {source}")
+    curves = [profile.curve(op, setting) for op in ops]
+    duration_s = [pass_s(slots[number], kind, curves[number], setting.recompute[ops[number]]) for number, kind in order]
+    # Slots on the same devices and lane are one group.
+    groups: dict[tuple[tuple[int, ...], int], int] = {}
+    group_of = [groups.setdefault((slot.devices, slot.lane), len(groups)) for slot in slots]
+    lanes_of = [[(device, lane) for device in devices] for devices, lane in groups]
+    numbers: dict[DeviceLane, int] = {}
+    lanes = [numbers.setdefault(lane, len(numbers)) for of_group in lanes_of for lane in of_group]
+    start_s, end_s = np.empty(len(order)), np.empty(len(order))
+    run_passes(
+        needs.starts,
+        needs.needed,
+        np.array([group_of[number] for number, _ in order], dtype=np.int64),
+        np.cumsum([0, *map(len, lanes_of)]),
+        np.array(lanes, dtype=np.int64),
+        np.array(duration_s, dtype=np.float64),
+        np.zeros(len(numbers)),
+        start_s,
+        end_s,
+    )
+    return start_s, end_s
 
 
 def pass_s(slot: Slot, kind: str, curve: Curve, recompute: bool = False) -> float:
@@ -96,19 +123,28 @@ def pass_s(slot: Slot, kind: str, curve: Curve, recompute: bool = False) -> floa
         return slot.num_layers * backward_s + recompute_s
     weight_s = curve.weight_time_s(len(slot.devices))
     if weight_s is None:
-        raise ProfileError(f"{slot.op}: nothing is known of which part of its backward pass makes weights' gradients")
+        raise ProfileError(f"{slot.op}: the profile does not say which part of its backward computes weight gradients")
     return slot.num_layers * weight_s if kind == WEIGHT else slot.num_layers * (backward_s - weight_s) + recompute_s
 
 
 def offloaded_bytes(slot: Slot, op: MetaOp, tensor_degree: int) -> int:
-    """Bytes of activations that a device of a slot offloads, for the largest share of the batch."""
+    """Bytes of activations that a device of a slot offloads; of the device with the largest share of the batch."""
     rows = -(-(op.batch_size or 1) * tensor_degree * slot.sequence_degree // len(slot.devices))
     return saved_bytes(op, rows, slot.offloaded, tensor_degree, False) // slot.sequence_degree
 
 
 def slot_links(ops: Sequence[int], graph: MetaGraph) -> list[tuple[int, int]]:
-    """Pairs of slots (producer, consumer): from slot to slot of an op, and from the last slot of an op to the first of
-    each op that it feeds. `ops` has the op of each slot."""
+    """Pairs of slots (producer, consumer): successive slots of an op, and the last slot of an op with the first slot of
+    each op that it feeds. `ops` is the op of each slot."""
+    return _slot_pairs(ops, graph, graph.edges)
+
+
+def slot_needs(ops: Sequence[int], graph: MetaGraph) -> list[tuple[int, int]]:
+    """`slot_links`, and the pairs of ops that only have to run in order (`order_edges`)."""
+    return _slot_pairs(ops, graph, graph.all_edges)
+
+
+def _slot_pairs(ops: Sequence[int], graph: MetaGraph, edges: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
     slots_of: dict[int, list[int]] = defaultdict(list)
     for number, op in enumerate(ops):
         slots_of[op].append(number)
@@ -116,7 +152,7 @@ def slot_links(ops: Sequence[int], graph: MetaGraph) -> list[tuple[int, int]]:
         if op not in slots_of:
             raise PlanError(f"op {metaop.name!r} has no slots")
     pairs = [pair for numbers in slots_of.values() for pair in pairwise(numbers)]
-    pairs += [(slots_of[producer][-1], slots_of[consumer][0]) for producer, consumer in graph.edges]
+    pairs += [(slots_of[producer][-1], slots_of[consumer][0]) for producer, consumer in edges]
     return sorted(pairs)
 
 
@@ -131,29 +167,59 @@ def refuse_other_slots(slots: Iterable[int], num_slots: int) -> None:
         raise PlanError(f"slot {missing[0]} has no passes")
 
 
-def pass_needs(order: Iterable[Key], links: Sequence[tuple[int, int]]) -> dict[Key, list[Key]]:
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class PassNeeds:
+    """The passes whose output each pass of an order needs, by position in the order: pass p needs
+    `needed[starts[p] : starts[p + 1]]`, first the pass of its own slot."""
+
+    starts: Column
+    needed: Column
+
+    def of(self, place: int) -> list[int]:
+        """The positions of the passes that the pass at this position needs."""
+        numbers: list[int] = self.needed[self.starts[place] : self.starts[place + 1]].tolist()
+        return numbers
+
+    @property
+    def first_late(self) -> tuple[int, int] | None:
+        """The first pass that comes before a pass that it needs, and the latter; None if the order is right."""
+        passes = np.repeat(np.arange(len(self.starts) - 1), np.diff(self.starts))
+        late = np.flatnonzero(self.needed > passes)
+        return (int(passes[late[0]]), int(self.needed[late[0]])) if len(late) else None
+
+
+def pass_needs(order: Sequence[Key], links: Sequence[tuple[int, int]]) -> PassNeeds:
     """The passes whose output each pass needs. Refuses passes that are missing or listed twice."""
-    kinds: dict[int, list[str]] = defaultdict(list)
-    for slot, kind in order:
-        kinds[slot].append(kind)
-    for slot, listed in kinds.items():
-        if sorted(listed) not in ([BACKWARD, FORWARD], [FORWARD, INPUT, WEIGHT]):
-            raise PlanError(
-                f"slot {slot} has the passes {', '.join(listed)}; expected {FORWARD} and {BACKWARD}, or {FORWARD}, "
-                f"{INPUT} and {WEIGHT}"
-            )
-    back = {slot: INPUT if INPUT in listed else BACKWARD for slot, listed in kinds.items()}
-    needs: dict[Key, list[Key]] = {}
-    for slot in kinds:
-        needs[slot, FORWARD] = []
-        needs[slot, back[slot]] = [(slot, FORWARD)]
-        if back[slot] == INPUT:
-            needs[slot, WEIGHT] = [(slot, INPUT)]
-    for producer, consumer in links:
-        for slot in (producer, consumer):
-            if slot not in kinds:
-                raise PlanError(f"slot {slot} has no passes")
-        # Data goes forward along a link, its gradient backward.
-        needs[consumer, FORWARD].append((producer, FORWARD))
-        needs[producer, back[producer]].append((consumer, back[consumer]))
-    return needs
+    number_of = {kind: number for number, kind in enumerate(PASS_KINDS)}
+    slot = np.array([number for number, _ in order], dtype=np.int64)
+    kind = np.array([number_of[kind] for _, kind in order], dtype=np.int64)
+    num_slots = 1 + int(slot.max(initial=-1))
+    # How often each pass is listed, by kind and slot; it has to be once.
+    counts = np.zeros((len(PASS_KINDS), num_slots), dtype=np.int64)
+    np.add.at(counts, (kind, slot), 1)
+    forward, backward, inputs, weights = counts
+    is_listed = counts.sum(axis=0) > 0
+    is_whole, is_split = (backward == 1) & (inputs + weights == 0), (backward == 0) & (inputs == 1) & (weights == 1)
+    wrong = is_listed & ~((forward == 1) & (is_whole | is_split))
+    if wrong.any():
+        number = int(slot[np.flatnonzero(wrong[slot])[0]])
+        listed = [listed_kind for listed_slot, listed_kind in order if listed_slot == number]
+        raise PlanError(
+            f"slot {number} has the passes {', '.join(listed)}; expected {FORWARD} and {BACKWARD}, or {FORWARD}, "
+            f"{INPUT} and {WEIGHT}"
+        )
+    for pair in links:
+        for number in pair:
+            if number >= num_slots or not is_listed[number]:
+                raise PlanError(f"slot {number} has no passes")
+    place = np.zeros((len(PASS_KINDS), num_slots), dtype=np.int64)
+    place[kind, slot] = np.arange(len(order))
+    forward_at, backward_at = place[0], np.where(is_split, place[2], place[1])
+    # Pairs (pass, pass that it needs). Data goes forward along a link, its gradient backward.
+    own, split = np.flatnonzero(is_listed), np.flatnonzero(is_split)
+    producer, consumer = np.array(links, dtype=np.int64).reshape(-1, 2).T
+    passes = np.concatenate([backward_at[own], place[3, split], forward_at[consumer], backward_at[producer]])
+    needed = np.concatenate([forward_at[own], place[2, split], forward_at[producer], backward_at[consumer]])
+    starts = np.zeros(len(order) + 1, dtype=np.int64)
+    np.cumsum(np.bincount(passes, minlength=len(order)), out=starts[1:])
+    return PassNeeds(starts=starts, needed=needed[np.argsort(passes, kind="stable")])

@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
 
-from spindle.errors import InputError
+from spindle.errors import InputError, PlanError
 from spindle.plan import Plan
 from spindle.planners.balance import group_sequences
 from spindle.planners.baselines import schedule_distmm, schedule_sequential, schedule_task_level
@@ -30,8 +30,8 @@ from spindle.planners.pipeline.baselines import BASELINES, baseline_layouts, pla
 from spindle.planners.pipeline.bound import PipelineBound, pipeline_bound, pipeline_bound_s
 from spindle.planners.pipeline.choose import choose_layout, pipeline_layout
 from spindle.planners.pipeline.planner import plan_pipeline, search_pipeline
+from spindle.planners.pipeline.rank_parameters import owning_ranks_in
 from spindle.planners.pipeline.search import SearchResult
-from spindle.planners.pipeline.stages import owning_ranks_in
 from spindle.planners.pipeline.worker import Answer, Job, natural_answer, read_frame, write_frame
 from spindle.planners.problem import Problem, Timed, problem_of
 from spindle.planners.quotas import with_quotas
@@ -84,9 +84,9 @@ __all__ = [
 class Planner:
     """One entry of the registry: a function from a profile and options to a finished plan.
 
-    Planners of pipelines order the passes of microbatches; those that split encoders' microbatches take a profile of
-    sub-microbatches, and those that place encoders whole one of parts. `search` gives the plan with how the search came
-    to it, for each replica. `is_compared` says whether `spindle compare` runs the planner.
+    Planners of pipelines order the passes of microbatches. Those that split encoders' microbatches take a profile of
+    sub-microbatches, and those that replicate encoders take a profile of parts. `search` returns the plan, and for each
+    replica how the search improved it. `is_compared` says whether `spindle compare` runs the planner.
     """
 
     name: str
@@ -96,7 +96,7 @@ class Planner:
     is_pipeline: bool = False
     splits_microbatches: bool = False
     takes_parts: bool = False
-    shares_items: bool = False  # long ones, on sequence groups
+    shares_items: bool = False  # long items, on sequence groups
     is_compared: bool = True
 
 
@@ -143,7 +143,7 @@ PLANNERS: Mapping[str, Planner] = {planner.name: planner for planner in _ALL}
 
 
 def planners_of(is_pipeline: bool) -> tuple[str, ...]:
-    """Names of the planners of pipelines, or of all other planners; the first is the default."""
+    """The names of the planners of pipelines, or of all other planners. The first one is the default."""
     return tuple(name for name, planner in PLANNERS.items() if planner.is_pipeline == is_pipeline)
 
 
@@ -156,6 +156,17 @@ def make_plan(
     """Make a plan with the named planner: simulated, checked and verified, with its bound."""
     if planner not in PLANNERS:
         raise InputError(f"no planner is called {planner!r}; there are {', '.join(PLANNERS)}")
+    if PLANNERS[planner].is_pipeline and any(first != task for task, first in profile.graph.task_groups.items()):
+        raise PlanError(
+            f"planner {planner!r}: its microbatches have tasks that do not depend on each other, and trials of a sweep "
+            "take outputs of one frozen module; use another planner (wavefront)"
+        )
+    if PLANNERS[planner].is_pipeline and profile.graph.order_edges:
+        first, second = (profile.graph.metaops[position].name for position in profile.graph.order_edges[0])
+        raise PlanError(
+            f"planner {planner!r}: {second} runs behind {first}, which changes its module, and a pipeline has an order "
+            "of its own; use another planner (wavefront)"
+        )
     plan = PLANNERS[planner].plan(profile, options, progress)
     plan = with_lanes(plan, profile, options.lanes, seed=options.seed)
     return with_quotas(plan, profile) if options.quotas else plan

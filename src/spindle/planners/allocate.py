@@ -18,7 +18,8 @@ from spindle.planners.problem import Choices
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Allocation:
-    """`num_devices` is n*, not whole; `tuples` are (devices, layers), at most two, layers not whole yet."""
+    """`num_devices` is n*, which need not be whole. `tuples` are at most two pairs (devices, layers), whose layers are
+    not rounded yet."""
 
     num_devices: float
     tuples: tuple[tuple[int, float], ...]
@@ -52,7 +53,7 @@ def allocate(choices: Sequence[Choices], num_layers: Sequence[int], num_devices:
         upper = min(int(np.searchsorted(counts, count - 1e-9)), len(counts) - 1)
         upper = max(upper, 1)
         n_low, n_high = int(counts[upper - 1]), int(counts[upper])
-        # Time on each side so that both the layers and the area come out (the text's t1, t2).
+        # The time on each side, so that both layers and area add up (t1 and t2 in the text).
         share_high = (count - n_low) / (n_high - n_low)
         tuples = []
         if n_low and share_high < 1 - 1e-12:
@@ -65,7 +66,7 @@ def allocate(choices: Sequence[Choices], num_layers: Sequence[int], num_devices:
 
 
 def _interpolate(value: float, values: list[float], results: list[float]) -> float:
-    """What `np.interp` does, for one number, in a tenth of its time."""
+    """`np.interp` for a single number, in a tenth of its time."""
     upper = min(bisect_right(values, value), len(values) - 1)
     share = (value - values[upper - 1]) / (values[upper] - values[upper - 1])
     return results[upper - 1] + min(1.0, share) * (results[upper] - results[upper - 1])

@@ -20,36 +20,36 @@ from spindle.planners.decode import CHECKPOINTS, OP, OPTION, REJECTED, Checkpoin
 from spindle.planners.piece_moves import copy_piece, move, random_share
 from spindle.planners.problem import Problem, Timed
 
-Mixes = Sequence[Sequence[tuple[int, float]]]  # by op: layers, not whole, on numbers of devices
+Mixes = Sequence[Sequence[tuple[int, float]]]  # by op: pairs of layers (not whole) and number of devices
 
-# Entries of the control array, through which another thread watches a run and ends it.
+# Entries of the control array, through which another thread observes a run and can end it.
 STOP, DONE = 0, 1
 
-# Temperature at the end, on the same scale.
+# the temperature at the end, on the same scale
 LAST_TEMPERATURE = 0.0002
-# With more ops than this, one of them is a small part of the schedule, and so is what a move changes: at the same
-# temperatures the search walks away from the LP's start and does not come back.
+# With more ops than this, each op is a small part of the schedule, and so is the effect of a move. At the same
+# temperatures, the search would drift away from the start that the LP gives and not return.
 COLDER_FROM = 36
 
 # Share of the work (devices times time) in the objective: work that is saved
 # lets later moves shorten the schedule, long before the makespan shows it.
 FIRST_WORK_SHARE = 0.4
 
-# Price of one piece, on the same scale: breaks ties towards few.
+# The price of one piece, on the same scale. It breaks ties in favour of few pieces.
 PIECE_PRICE = 1e-5
 
-# How many moves are followed by another one before the list is decoded.
+# How many moves are followed by another move before the list is decoded.
 COMPOUND_SHARE = 0.2
 
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """What differs between the runs for one problem.
+    """The settings in which the runs for one problem differ.
 
-    Few pieces per op make short programs, many fill gaps. A share of the work in the objective at the end keeps waste
-    away, and with it ops that must be wide for little gain. A high temperature at the start leaves the LP's mixes, and
-    pieces that wait for all their devices allow schedules with gaps: both pay where a few ops are each a large part of
-    the schedule.
+    Few pieces per op make short programs; many fill gaps. A share of the work in the objective at the end avoids waste,
+    and with it ops that must be wide for little gain. A high temperature at the start moves away from the LP's mixes,
+    and pieces that wait for all their devices allow schedules with gaps; both pay off if a few ops are each a large
+    part of the schedule.
     """
 
     piece_limit: int
@@ -60,8 +60,7 @@ class Run:
 
 @njit(cache=True, nogil=True)
 def anneal(table, first_pieces, first_count, seed, evaluations, control):
-    """Anneal from the given list; return the best list found, its length
-    and its starts and ends."""
+    """Anneal, starting from the given list. Returns the best list found, its length, and its starts and ends."""
     ops = table.tail.shape[0]
     most_pieces = ops * table.piece_limit
     most_entries = 2 * most_pieces + 2
@@ -90,7 +89,7 @@ def anneal(table, first_pieces, first_count, seed, evaluations, control):
     pieces_of = np.zeros(ops, np.int64)
     for i in range(count):
         pieces_of[pieces[i, OP]] += 1
-    # Three lists: the one that is tried, the one that was accepted last, and the best one with its starts and ends.
+    # Three lists: the current candidate, the last accepted one, and the best one with its starts and ends.
     accepted, accepted_count = pieces.copy(), count
     accepted_start, accepted_end = start_at.copy(), end_at.copy()
     best, best_count, best_value = pieces.copy(), count, REJECTED
@@ -143,7 +142,7 @@ def anneal(table, first_pieces, first_count, seed, evaluations, control):
         value = (1.0 - work_share) * makespan + work_share * work / table.devices
         is_kept = makespan < REJECTED and value <= threshold
         if makespan + price < best_value:
-            # Also one that is not kept: the objective is not the makespan alone.
+            # also for a rejected list, because the objective is not the makespan alone
             best_value = makespan + price
             for i in range(begin):
                 copy_piece(accepted, i, best, i)
@@ -157,14 +156,14 @@ def anneal(table, first_pieces, first_count, seed, evaluations, control):
             best_count = count
         if is_kept:
             current = value + price
-            # The options taken become the list's own.
+            # the list keeps the options that were actually taken
             for i in range(begin, count):
                 pieces[i, OPTION] = chosen[i]
                 copy_piece(pieces, i, accepted, i)
                 accepted_start[i] = start_at[i]
                 accepted_end[i] = end_at[i]
             accepted_count = count
-            # The checkpoints that this list wrote are now those of the accepted one.
+            # the checkpoints that this list wrote now belong to the accepted list
             for number in range(begin // stride, min((count - 1) // stride, CHECKPOINTS)):
                 checkpoint.buffer[number] = 1 - checkpoint.buffer[number]
         else:
@@ -198,8 +197,8 @@ def search(
 ) -> list[Timed]:
     """A short schedule of a problem's ops, in start order.
 
-    It starts from the widths that the LP bound mixes for each op. Through `control`, another thread sees its progress
-    and may stop it.
+    It starts from the mixes of widths in the LP bound. Through `control`, another thread observes its progress and may
+    stop it.
     """
     table, scale_s = _table(problem, run)
     pieces = _first_pieces(problem, mixes, run.piece_limit)
@@ -222,7 +221,7 @@ def search(
 
 
 def _table(problem: Problem, run: Run) -> tuple[Table, float]:
-    """The arrays the loops need, with times as shares of a lower bound, and that bound."""
+    """The arrays that the loops need, with times as shares of a lower bound, and that bound."""
     num_ops = problem.num_ops
     counts = np.array([len(choices.num_devices) for choices in problem.choices])
     option_devices = np.zeros((num_ops, counts.max()), np.int64)
@@ -266,8 +265,8 @@ def _table(problem: Problem, run: Run) -> tuple[Table, float]:
 
 
 def _first_pieces(problem: Problem, mixes: Mixes, piece_limit: int) -> np.ndarray:
-    """The LP's mixes, rounded to whole layers, wide pieces of an op first: those with the longest way to the end come
-    first."""
+    """The mixes of the LP, rounded to whole layers, with the wide pieces of an op first. Ops with the longest path to
+    the end come first."""
     duration = [
         sum(layers * choices.time_on(count) for count, layers in mix)
         for choices, mix in zip(problem.choices, mixes, strict=True)
@@ -285,9 +284,9 @@ def _first_pieces(problem: Problem, mixes: Mixes, piece_limit: int) -> np.ndarra
         for place, (count, layers) in enumerate(sorted(heaviest, reverse=True)):
             whole = left if place == len(heaviest) - 1 else min(left, round(layers))
             if whole:
-                # Rounding may leave less than the way of the consumers, which come later all the same.
+                # rounding may leave less than the path of the consumers, which must come later nevertheless
                 pieces.append((-max(way_s, tail[op]), op, whole, int(np.searchsorted(choices.num_devices, count))))
                 way_s -= whole * choices.time_on(count)
                 left -= whole
-    # Sorting is stable, so producers come first.
+    # sorting is stable, so producers stay first
     return np.array([piece[1:] for piece in sorted(pieces, key=lambda piece: piece[0])], np.int64)

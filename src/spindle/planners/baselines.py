@@ -16,14 +16,14 @@ from spindle.planners.problem import Problem, Timed, choices_of
 
 
 def schedule_sequential(problem: Problem) -> list[Timed]:
-    """Schedule every op in turn, on as many devices as make it fastest."""
+    """Run one op after another, each on the number of devices that makes it fastest."""
     return _in_turn(problem, _task_by_task(problem, range(problem.num_ops)), problem.num_devices, 0.0)
 
 
 def schedule_distmm(problem: Problem) -> list[Timed]:
-    """Schedule task after task; independent towers of a task run side by side where that ends sooner.
+    """Run one task after another. Independent towers of a task run side by side if that ends sooner.
 
-    A tower is a chain of ops: it keeps its devices from its first op to its last.
+    A tower is a chain of ops that keeps its devices from its first op to its last.
     """
     timed: list[Timed] = []
     start_s = 0.0
@@ -54,7 +54,7 @@ def _towers_by_level(problem: Problem, ops: Sequence[int]) -> list[list[list[int
             tower_of[op] = len(towers)
             towers.append([op])
     levels: list[int] = []
-    for tower in towers:  # a tower's producers stand before it
+    for tower in towers:  # the producers of a tower come before it
         before = [levels[tower_of[producer]] + 1 for producer in problem.predecessors[tower[0]]]
         levels.append(max(before, default=0))
     return [
@@ -64,11 +64,11 @@ def _towers_by_level(problem: Problem, ops: Sequence[int]) -> list[list[list[int
 
 
 def schedule_task_level(problem: Problem) -> list[Timed]:
-    """Schedule tasks side by side for the whole step, each running its ops in turn on devices of its own.
+    """Run all tasks side by side for the whole step, each with its ops in turn on devices of its own.
 
-    With more tasks than devices, the lightest are put together until there is a device for each group. The paper's
-    greedy stops at steps of a curve, so it is also tried over divisors of the batches alone, and beside the split
-    that is best for the slowest task; the best of the three counts.
+    With more tasks than devices, the lightest tasks are merged until there is a device for each group. The paper's
+    greedy stops at plateaus of a curve, so it is also tried with divisors of the batches only, and compared with the
+    split that is best for the slowest task. The best of the three counts.
     """
     groups = _groups_that_fit(problem)
     if groups is None:
@@ -121,7 +121,7 @@ def _whole(problem: Problem, op: int, num_devices: int, start_s: float, end_s: f
 
 
 def _side_by_side(problem: Problem, towers: list[list[int]], start_s: float) -> list[Timed] | None:
-    """Towers side by side on fixed devices, so that the last ends as early as possible; None if they do not fit."""
+    """Towers side by side on fixed devices, so that the last one ends as early as possible. None if they do not fit."""
     if sum(_fewest(problem, tower) for tower in towers) > problem.num_devices:
         return None
     steps = [np.unique(np.concatenate([problem.choices[op].num_devices for op in tower])) for tower in towers]
@@ -134,7 +134,7 @@ def _side_by_side(problem: Problem, towers: list[list[int]], start_s: float) -> 
 
 
 def _groups_that_fit(problem: Problem) -> list[list[int]] | None:
-    """Ops of each task, the lightest tasks together when there are more than the devices can hold; None if never."""
+    """The ops of each task, with the lightest tasks merged if there are more than devices. None if they never fit."""
     groups = [
         _task_by_task(problem, [op for op in range(problem.num_ops) if problem.tasks[op] == task])
         for task in dict.fromkeys(problem.tasks)
@@ -171,7 +171,8 @@ def _fewest(problem: Problem, group: list[int]) -> int:
 
 
 def _marginal_gains(problem: Problem, groups: list[list[int]], steps: list[np.ndarray]) -> list[int]:
-    """Devices for each group, by (T(n) - T(n')) / (n' - n) with n' the group's next step."""
+    """The number of devices of each group, by marginal gain (T(n) - T(n')) / (n' - n), where n' is the group's next
+    step."""
     counts = [_fewest(problem, group) for group in groups]
 
     def next_gain(place: int) -> tuple[float, int]:
@@ -194,7 +195,7 @@ def _marginal_gains(problem: Problem, groups: list[list[int]], steps: list[np.nd
 
 
 def _shortest_longest(problem: Problem, groups: list[list[int]], steps: list[np.ndarray]) -> list[int]:
-    """Devices for each group that minimise the time of the slowest group."""
+    """The number of devices of each group that minimises the time of the slowest group."""
     counts = [_fewest(problem, group) for group in groups]
     times_s = [_group_s(problem, group, count) for group, count in zip(groups, counts, strict=True)]
     while True:

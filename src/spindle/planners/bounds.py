@@ -14,7 +14,7 @@ Pipelines have a bound of their own (`bound_ns`): it holds for the chunks that t
 from __future__ import annotations
 
 import heapq
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -34,12 +34,12 @@ class LpSolution:
 
 
 def lower_hull(choices: Choices) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Duration, area and number of devices of the choices that no mix of others beats; duration falls."""
+    """Duration, area and number of devices of those choices that no mix of others beats, with decreasing duration."""
     hull: list[int] = []
     duration = choices.layer_s
     area = choices.layer_s * choices.num_devices
     for point in range(len(duration)):
-        # Duration falls with the number of devices; a cheaper and faster point removes those before it.
+        # durations decrease; a point that is both cheaper and faster removes those before it
         while hull and area[point] <= area[hull[-1]]:
             hull.pop()
         while len(hull) >= 2:
@@ -72,14 +72,15 @@ def graph_bound(profile: Profile, update_s: float = 0.0) -> LpSolution:
     rates = np.array(profile.host_rates)
     if not len(rates):
         return lp_bound(problem, update_s=update_s)
-    # Where neighbours matter, no layer is faster than at the best rate, and k busy devices do at most k times theirs.
+    # If neighbours slow each other down, no layer is faster than at the best rate, and k busy devices do at most k
+    # times the work at their rate.
     together = np.arange(1, 1 + len(rates)) * rates
     capacity = sum(float(together[: island.num_devices].max()) for island in profile.cluster.islands)
     return lp_bound(problem, rate=float(rates.max()), capacity=capacity, update_s=update_s)
 
 
 def best_degree_problem(profile: Profile) -> Problem:
-    """The problem whose ops may take, on each number of devices, the tensor degree that is fastest there."""
+    """A problem in which ops may take, for each number of devices, the tensor degree that is fastest."""
     problem = problem_of(profile, profile.default_setting)
     merged = []
     for op in problem.ops:
@@ -97,18 +98,18 @@ def best_degree_problem(profile: Profile) -> Problem:
 def lp_bound(problem: Problem, rate: float = 1.0, capacity: float | None = None, update_s: float = 0.0) -> LpSolution:
     """The LP bound of a problem under its setting.
 
-    Layers may run at up to `rate`, and all devices together do the work of `capacity` of them; `update_s` of it is not
-    for layers.
+    Layers may run at up to `rate`, and all devices together do the work of `capacity` devices; `update_s` of that is
+    not available for layers.
     """
-    from scipy.optimize import linprog  # takes long to import, and ranks that do not plan do without
+    from scipy.optimize import linprog  # slow to import, and ranks that do not plan never need it
     from scipy.sparse import coo_array
 
-    # Data.
+    # Data
     hulls = [lower_hull(choices) for choices in problem.choices]
     num_ops = problem.num_ops
     sizes = [len(duration) for duration, _, _ in hulls]
     offsets = np.concatenate([[0], np.cumsum(sizes)])
-    # Variables: layers of each op at each hull point, then the end of each op, then C.
+    # Variables: the layers of each op at each hull point, then the end of each op, then C
     first_end = int(offsets[-1])
     makespan = first_end + num_ops
     rows: list[int] = []
@@ -154,10 +155,10 @@ def lp_bound(problem: Problem, rate: float = 1.0, capacity: float | None = None,
     )
     limits = np.zeros(num_rows)
     limits[-1] = -update_s
-    # Objective.
+    # Objective
     objective = np.zeros(makespan + 1)
     objective[makespan] = 1.0
-    # Solve.
+    # Solve
     result = linprog(
         objective,
         A_ub=coo_array((values, (rows, columns)), shape=(num_rows, makespan + 1)).tocsr(),
@@ -168,7 +169,7 @@ def lp_bound(problem: Problem, rate: float = 1.0, capacity: float | None = None,
     )
     if not result.success:
         raise ProfileError(f"the bound could not be computed: {result.message}")
-    # Read-out.
+    # Read-out
     mixes = []
     for op in range(num_ops):
         layers = result.x[offsets[op] : offsets[op + 1]]
@@ -179,7 +180,7 @@ def lp_bound(problem: Problem, rate: float = 1.0, capacity: float | None = None,
 
 
 def _ancestors(problem: Problem) -> list[set[int]]:
-    """For each op, all that it waits for."""
+    """For each op, all ops that it waits for, directly or not."""
     ancestors: list[set[int]] = [set() for _ in range(problem.num_ops)]
     for op in sorted(range(problem.num_ops), key=lambda op: problem.levels[op]):
         for producer in problem.predecessors[op]:
@@ -188,11 +189,12 @@ def _ancestors(problem: Problem) -> list[set[int]]:
 
 
 def bound_ns(segments: Segments) -> int:
-    """A lower bound on every schedule of these chunks, in any order, with any memory choices and any memory.
+    """A lower bound on every schedule of these chunks, in any order, with any memory choices and any amount of memory.
 
-    Each rank is a machine whose passes have heads (the longest way to them) and tails (the longest way from them to the
-    end). With interruptions allowed, serving the largest tail first is optimal (Jackson's rule), so its length is a
-    bound; the longest way of a microbatch and the work of a rank with its least head and tail are inside it.
+    Each rank is a machine whose passes have heads (the longest path to them) and tails (the longest path from them to
+    the end). If passes could be interrupted, serving the largest tail first would be optimal (Jackson's rule), so its
+    length is a bound. It includes the longest path of a microbatch, and the work of a rank with its smallest head and
+    tail.
     """
     table = table_of(segments)
     unused = np.arange(segments.choice_memory.shape[1]) >= segments.choice_count[:, None]
@@ -204,42 +206,37 @@ def bound_ns(segments: Segments) -> int:
     forward, backward = least
     # A weight pass may run last of all, so only the rest of a backward is on the way.
     on_way = backward - np.minimum(segments.weight_ns, backward)
-    forward_heads, forward_tails = np.zeros_like(forward), np.zeros_like(forward)
-    backward_heads, backward_tails = np.zeros_like(forward), np.zeros_like(forward)
-    ranks, pairs = segments.num_ranks, segments.num_pairs
-    hops = segments.hop_ns
+    num_pairs, hops = segments.num_pairs, segments.hop_ns
+    before = table.predecessor_starts, table.predecessors, table.predecessor_wrap
+    behind = table.successor_starts, table.successors, table.successor_wrap
+    rising, falling = range(segments.num_ranks), range(segments.num_ranks)[::-1]
 
-    def reach(pair: int, heads: Column, times: Column, order: list[int], start: int) -> int:
-        for rank in order:
-            heads[pair, rank] = start
-            start += times[pair, rank] + hops[pair]
-        return start - int(hops[pair])
+    def walk(
+        edges: tuple[Column, Column, Column], order: Iterable[int], ranks: range, times: Column, at_least: Sequence[int]
+    ) -> tuple[Column, list[int]]:
+        """The earliest start of each pair's pass on each rank, and its end on the last one, where passes follow those
+        of other pairs along these edges, and none starts before `at_least`."""
+        starts, others, wraps = edges
+        heads, ends = np.zeros_like(forward), [0] * num_pairs
+        for pair in order:
+            own = range(starts[pair], starts[pair + 1])
+            start = max((ends[others[edge]] + wraps[edge] for edge in own), default=0)
+            start = max(start, at_least[pair])
+            for rank in ranks:
+                heads[pair, rank] = start
+                start += times[pair, rank] + hops[pair]
+            ends[pair] = start - int(hops[pair])
+        return heads, ends
 
-    rising, falling = list(range(ranks)), list(range(ranks))[::-1]
-    forward_ends, backward_ends = [0] * pairs, [0] * pairs
-    for pair in range(pairs):
-        edges = range(table.predecessor_starts[pair], table.predecessor_starts[pair + 1])
-        start = max((forward_ends[table.predecessors[e]] + table.predecessor_wrap[e] for e in edges), default=0)
-        forward_ends[pair] = reach(pair, forward_heads, forward, rising, start)
-    for pair in reversed(range(pairs)):
-        edges = range(table.successor_starts[pair], table.successor_starts[pair + 1])
-        start = max((backward_ends[table.successors[e]] + table.successor_wrap[e] for e in edges), default=0)
-        start = max(start, forward_ends[pair])
-        backward_ends[pair] = reach(pair, backward_heads, on_way, falling, start)
-    # Tails: the same ways, walked from the end. What `reach` writes is the time after a pass.
-    backward_starts, forward_starts = [0] * pairs, [0] * pairs
-    for pair in range(pairs):
-        edges = range(table.predecessor_starts[pair], table.predecessor_starts[pair + 1])
-        after = max((backward_starts[table.predecessors[e]] + table.predecessor_wrap[e] for e in edges), default=0)
-        backward_starts[pair] = reach(pair, backward_tails, on_way, rising, after)
-    for pair in reversed(range(pairs)):
-        edges = range(table.successor_starts[pair], table.successor_starts[pair + 1])
-        after = max((forward_starts[table.successors[e]] + table.successor_wrap[e] for e in edges), default=0)
-        after = max(after, backward_starts[pair])
-        forward_starts[pair] = reach(pair, forward_tails, forward, falling, after)
+    in_order, from_end = range(num_pairs), range(num_pairs)[::-1]
+    forward_heads, forward_ends = walk(before, in_order, rising, forward, [0] * num_pairs)
+    backward_heads, _ = walk(behind, from_end, falling, on_way, forward_ends)
+    # Tails: the same ways, walked from the end.
+    backward_tails, backward_starts = walk(before, in_order, rising, on_way, [0] * num_pairs)
+    forward_tails, _ = walk(behind, from_end, falling, forward, backward_starts)
     longest = 0
     later = backward - on_way
-    for rank in range(ranks):
+    for rank in rising:
         jobs = [
             *zip(
                 forward_heads[:, rank].tolist(), forward[:, rank].tolist(), forward_tails[:, rank].tolist(), strict=True

@@ -35,7 +35,8 @@ Scheduler = Callable[[Problem], list[Timed]]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Attempt:
-    """A setting, and how many rounds to run the tasks in. Whether to shard the optimizer is tried for each attempt."""
+    """A setting, and the number of rounds in which tasks run. Each attempt is tried with and without a sharded
+    optimizer."""
 
     setting: Setting
     num_rounds: int = 1
@@ -63,24 +64,24 @@ def plan_with(
 
 
 def with_cuts(plan: Plan, profile: Profile) -> list[Plan]:
-    """The plan with its simulated time, and the same with slots cut for gathers, where that makes a difference."""
+    """The plan with its simulated time, and the same plan with slots cut for gathers, if that makes a difference."""
     cut = cut_for_gathers(plan, profile)
     return [scored(plan, profile), *([scored(cut, profile)] if cut is not plan else [])]
 
 
 def optimizer_settings(profile: Profile, setting: Setting, shard_optimizer: bool | None) -> list[Setting]:
-    """The setting with a sharded optimizer, which needs less memory, and without one; one of them where
-    `shard_optimizer` says which, or there is nothing to shard."""
+    """The setting with a sharded optimizer, which needs less memory, and without one. Only one of them if
+    `shard_optimizer` decides, or if there is nothing to shard."""
     if shard_optimizer is None and profile.graph.parameters and profile.cluster.num_devices > 1:
         return [replace(setting, shard_optimizer=True), replace(setting, shard_optimizer=False)]
     return [replace(setting, shard_optimizer=shard_optimizer is True)]
 
 
 def best_over_stages(profile: Profile, plan_for: Callable[[Attempt], Plan], most_degrees: int | None = None) -> Plan:
-    """Try settings stage by stage until a plan fits and is near the bound; return the fastest, finished.
+    """Try settings stage by stage until a plan fits and is close to the bound. Returns the fastest plan, finished.
 
-    A plan that fits at an early stage only because pieces were packed behind each other can be far slower than one of
-    a later stage; so one that is far from the bound does not end the search once memory has refused anything.
+    A plan may fit at an early stage only because pieces were packed one after another, and be far slower than a plan of
+    a later stage. So a plan that is far from the bound does not end the search once memory has refused anything.
     """
     refusals: list[DoesNotFitError] = []
     plans: list[Plan] = []
@@ -107,14 +108,14 @@ def best_over_stages(profile: Profile, plan_for: Callable[[Attempt], Plan], most
 
 
 def closest_of(refusals: Sequence[DoesNotFitError]) -> DoesNotFitError:
-    """The refusal that needs the least memory; refusals of real plans before those of bounds."""
+    """The refusal that comes closest to fitting. Refusals of real plans come before refusals by bounds."""
     return min(refusals, key=lambda refusal: (refusal.is_bound, refusal.needed_bytes))
 
 
 def fastest(plans: Sequence[Plan], profile: Profile) -> Plan:
-    """The plan with the shortest simulated step; of those that take as long, the one with the least folded time.
+    """The plan with the shortest simulated step; if several are equally fast, the one with the least folded time.
 
-    Where times were measured, a sharded optimizer has to win by a margin: its gathers slow down concurrent compute by
+    With measured times, a sharded optimizer must win by a margin, because its gathers slow down concurrent compute by
     more than was measured.
     """
 
@@ -127,14 +128,14 @@ def fastest(plans: Sequence[Plan], profile: Profile) -> Plan:
 
 
 def time_of(plan: Plan) -> tuple[float, float, bool]:
-    """Sort key of plans: the simulated step, then folded time; where these are equal, no sharded optimizer."""
+    """Sort key of plans: the simulated step, then folded time, then without a sharded optimizer."""
     return (plan.makespan_s, plan.folded_s, plan.shard_optimizer)
 
 
 def stages(profile: Profile, most_degrees: int | None = None) -> Iterator[list[Attempt]]:
-    """Attempts by stage, from the fastest to the most frugal: as it is; with one way of saving memory; with several.
+    """Attempts by stage, from the fastest to the most frugal: unchanged, with one way of saving memory, with several.
 
-    `most_degrees` limits how many choices of tensor degrees are tried; those with the best bound are.
+    `most_degrees` limits how many choices of tensor degrees are tried, in the order of their bounds.
     """
     graph = profile.graph
     plain = profile.default_setting
@@ -148,7 +149,8 @@ def stages(profile: Profile, most_degrees: int | None = None) -> Iterator[list[A
     yield [Attempt(setting=setting) for setting in first]
     if not counts_bytes(profile):
         return
-    rounds = range(2, len(graph.tasks) + 1)
+    most = len(set(graph.task_groups.values()))
+    rounds = range(2, most + 1)
     yield [
         *(Attempt(setting=setting) for setting in tensor_parallel if setting not in first),
         *(Attempt(setting=plain, num_rounds=count) for count in rounds[:2]),
@@ -159,9 +161,9 @@ def stages(profile: Profile, most_degrees: int | None = None) -> Iterator[list[A
         Attempt(setting=_recomputing(profile, setting, share), num_rounds=count)
         for setting in frugal
         for share, count in ((0.0, 2), (0.0, 4), (0.5, 1), (0.5, 2), (1.0, 1))
-        if count <= len(graph.tasks)
+        if count <= most
     ]
-    yield [Attempt(setting=_recomputing(profile, setting, 1.0), num_rounds=len(graph.tasks)) for setting in frugal]
+    yield [Attempt(setting=_recomputing(profile, setting, 1.0), num_rounds=most) for setting in frugal]
 
 
 def _promise_s(profile: Profile, setting: Setting) -> float:
@@ -174,9 +176,9 @@ def _promise_s(profile: Profile, setting: Setting) -> float:
 
 
 def refuse_hopeless(profile: Profile, attempt: Attempt) -> None:
-    """Refuse an attempt whose bytes would not fit even if spread evenly over all devices.
+    """Refuse an attempt whose bytes would not fit even if they were spread evenly over all devices.
 
-    That no parameter has its state twice is the least that any attempt needs, with or without sharding.
+    Counts the state of every parameter once, which any attempt needs, with or without sharding.
     """
     graph, setting = profile.graph, attempt.setting
     if not counts_bytes(profile):
@@ -189,7 +191,7 @@ def refuse_hopeless(profile: Profile, attempt: Attempt) -> None:
         activations[op.task] += num_bytes
     rounds = balanced_tasks(profile, attempt.num_rounds)
     most = max(sum(activations[task] for task in tasks) for tasks in rounds)
-    # As if every device held an even part of everything.
+    # as if every device held an equal part of everything
     try:
         refuse_overfull(np.array([int((state + most) / profile.cluster.num_devices)]), profile)
     except DoesNotFitError as error:
@@ -197,7 +199,7 @@ def refuse_hopeless(profile: Profile, attempt: Attempt) -> None:
 
 
 def _recomputing(profile: Profile, setting: Setting, share: float) -> Setting:
-    """The setting that recomputes the ops which free most bytes per second, up to this share of all activations."""
+    """The setting that recomputes those ops that free most bytes per second, up to this share of all activations."""
     freed: list[tuple[float, float, int]] = []
     for position, op in enumerate(profile.graph.metaops):
         if op.cost is not None and op.batch_size is not None and not setting.recompute[position]:
@@ -216,9 +218,10 @@ def _recomputing(profile: Profile, setting: Setting, share: float) -> Setting:
 
 
 def _tensor_degrees(profile: Profile) -> list[dict[str, int]]:
-    """Tensor degrees worth trying: 2, 4, 8 for the heaviest module, as much or less for others.
+    """The tensor degrees worth trying: 2, 4 and 8 for the heaviest module, and at most as much for others.
 
-    A module is worth sharding if its state takes much of a device's memory, or its batch is too small for all devices.
+    A module is worth splitting if its state takes much of a device's memory, or if its batch is too small for all
+    devices.
     """
     graph = profile.graph
     weight: dict[str, int] = {}
@@ -268,18 +271,20 @@ def in_rounds(profile: Profile, setting: Setting, num_rounds: int, schedule: Sch
 
 
 def balanced_tasks(profile: Profile, num_groups: int) -> list[frozenset[str]]:
-    """Tasks in groups of about equal activations, heaviest first to the lightest group."""
-    weight: dict[str, float] = dict.fromkeys(profile.graph.tasks, 0.0)
+    """Tasks in groups with about equal activations: heaviest task first, to the lightest group. Tasks that exchange
+    data stay together."""
+    first_of = profile.graph.task_groups
+    weight: dict[str, float] = dict.fromkeys(first_of.values(), 0.0)
     for op in profile.graph.metaops:
         if op.cost is not None and op.batch_size is not None:
-            weight[op.task] += op.num_layers * op.batch_size * op.cost.saved_bytes
+            weight[first_of[op.task]] += op.num_layers * op.batch_size * op.cost.saved_bytes
     groups: list[list[str]] = [[] for _ in range(num_groups)]
     loads = [0.0] * num_groups
     for task in sorted(weight, key=lambda task: -weight[task]):
         lightest = loads.index(min(loads))
         groups[lightest].append(task)
         loads[lightest] += weight[task]
-    return [frozenset(group) for group in groups if group]
+    return [frozenset(task for task, first in first_of.items() if first in group) for group in groups if group]
 
 
 def realise(profile: Profile, setting: Setting, planner: str, timed: Sequence[Timed], seed: int = 0) -> Plan:

@@ -19,7 +19,7 @@ TIME_STEP = 1e-10
 
 REJECTED = 1e300
 
-# How many entries of the profile before its end a piece may start in: gaps of before are taken to be filled.
+# A piece may start in the last `LOOKBACK` entries of the profile; earlier gaps are not filled any more.
 LOOKBACK = 64
 
 # The decoder's state is saved this many times on its way through a list.
@@ -240,7 +240,7 @@ def decode(
         if entries - first > LOOKBACK:  # without this, pieces without producers would search the whole profile
             first = entries - LOOKBACK
             ready = times[first]
-        # At the width it asks for; or narrower, where that starts at once and still ends earlier.
+        # At the width it asks for; or narrower, if that starts immediately and still ends earlier.
         start, low, high = find_wide(times, used, entries, first, ready, duration, devices - option_devices[op, option])
         end = start + duration
         if table.narrows and start > ready + TIME_STEP and option > 0:

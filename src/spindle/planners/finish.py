@@ -13,25 +13,24 @@ from spindle.profile import Profile
 from spindle.program import lower, refuse_overfull, verify
 from spindle.simulate import simulate
 
-MOST_CUTS = 3  # of a slot that waits for its parameters
+MOST_CUTS = 3  # the number of parts of a slot that waits for its parameters
 
 
 def cut_for_gathers(plan: Plan, profile: Profile) -> Plan:
-    """Cut the slots that start while a sharded optimizer's parameters are gathered, first layers apart.
+    """Cut slots that start while a sharded optimizer's parameters are still being gathered.
 
-    A forward pass waits for the parameters of all its layers. So the first part has one layer, and each next one as
+    A forward pass waits for the parameters of all its layers. So the first part has one layer, and each further part as
     many as are gathered while the part before it runs.
     """
     graph, setting, cluster = profile.graph, setting_of(plan, profile), profile.cluster
     if not plan.shard_optimizer or any(slot.not_before_s for slot in plan.slots):
         return plan
-    position = {op.name: index for index, op in enumerate(graph.metaops)}
     rate = min(min(island.link.bytes_per_s, island.uplink.bytes_per_s) for island in cluster.islands)
     element_s = graph.numerics.parameter_bytes / rate
     gather_s = sum(parameter.num_elements for parameter in graph.parameters if parameter.trainable) * element_s
     slots: list[tuple[float, Slot]] = []
     for slot, span in zip(plan.slots, spans(plan, profile), strict=True):
-        op = position[slot.op]
+        op = graph.positions[slot.op]
         elements = [
             sum(graph.parameters[parameter].num_elements for parameter in layer)
             for layer in graph.metaops[op].parameters[slot.first : slot.last]
@@ -56,20 +55,21 @@ def cut_for_gathers(plan: Plan, profile: Profile) -> Plan:
 
 
 def simulated(plan: Plan, profile: Profile) -> tuple[Plan, NDArray[np.int64]]:
-    """The plan with its simulated time, and the peak bytes of each rank, which may be more than fit."""
+    """The plan with its simulated time, and the peak bytes of each rank, which need not fit."""
     timeline = simulate(lower(plan, profile), profile)
     return replace(plan, makespan_s=timeline.makespan_s), timeline.peak_bytes()
 
 
 def scored(plan: Plan, profile: Profile) -> Plan:
-    """The plan with its simulated time; refuses one whose memory does not fit after all."""
+    """The plan with its simulated time. Refuses a plan whose memory does not fit after all."""
     timed, peak_bytes = simulated(plan, profile)
     refuse_overfull(peak_bytes, profile)
     return timed
 
 
-def finished(plan: Plan, profile: Profile, bound_s: float) -> Plan:
-    """The plan with its bound, after `check` and `verify`."""
-    check(plan, profile)
-    verify(lower(plan, profile), profile)
+def finished(plan: Plan, profile: Profile, bound_s: float, is_draft: bool = False) -> Plan:
+    """The plan with its bound, after `check` and `verify` unless it is a draft."""
+    if not is_draft:
+        check(plan, profile)
+        verify(lower(plan, profile), profile)
     return replace(plan, bound_s=bound_s)

@@ -1,25 +1,27 @@
 """Lanes: slots of a finished plan that run at the same time on one device, where that is simulated to be faster.
 
-Modules that are too small to fill a device share it (Mosaic, §1; the algorithm here is our own). Slots of one
-module stay together, as a *group*, because the order in which they add to a gradient is fixed by their lane.
-So what is searched is a lane for each group, another one for its weight gradients where the profile has their time,
-and which groups come first. The longest group begins on a lane of its own, the others on the lane with least work;
-annealing goes on from there, by simulation, in which slots that run together slow each other down by their measured
-pressure and fill. The plan that came in is never made slower, and weight gradients get lanes of their own only where
-the simulated gain is larger than the error of its prediction.
+Modules that are too small to fill a device share it (Mosaic, §1; the algorithm here is our own). The slots of a module
+are a *group* on one lane, because their lane fixes the order in which they add to a gradient. The search chooses a lane
+for each group, another one for its weight gradients if the profile has their time, and the order of the groups. At
+first, the longest group has a lane of its own, and each of the others the lane with the least work. Simulated annealing
+continues from there; then all neighbours of the best candidate are tried until none is faster. Candidates are
+simulated: slots that run at the same time slow each other down by their measured pressure and fill. The result is
+never slower than the given plan, and weight gradients get lanes of their own only if the simulated gain is larger than
+the error of its prediction.
 """
 
 from __future__ import annotations
 
 import math
 import random
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from itertools import combinations, permutations, product
 
 import numpy as np
 
 from spindle.errors import PlanError
-from spindle.plan import MAX_LANES, Piece, Plan, assemble, check, setting_of, slot_links, spans
+from spindle.plan import MAX_LANES, Piece, Plan, assemble, check, setting_of, slot_needs, spans
 from spindle.profile import Profile, Setting, SmTimes
 from spindle.program import Memory, instances_of, lower, verify
 from spindle.simulate import simulate
@@ -34,7 +36,7 @@ MIN_WEIGHT_LANES_GAIN = 0.05
 
 @dataclass(frozen=True, slots=True)
 class _Candidate:
-    """A lane for each group and for its weight gradients, and the groups in the order in which they are preferred."""
+    """A lane for each group and for its weight gradients, and the order in which groups are preferred."""
 
     lanes: tuple[int, ...]
     weight_lanes: tuple[int | None, ...]
@@ -42,23 +44,25 @@ class _Candidate:
 
 
 def can_share_devices(plan: Plan, profile: Profile) -> bool:
-    """Whether lanes can be planned: contention was measured for all slots, and no order of passes is given."""
-    position = {op.name: index for index, op in enumerate(profile.graph.metaops)}
+    """Whether lanes can be planned: contention was measured for all slots, and the plan gives no order of passes."""
     setting = setting_of(plan, profile)
-    return not plan.passes and all(profile.curve(position[slot.op], setting).contention for slot in plan.slots)
+    return not plan.passes and all(
+        profile.curve(profile.graph.positions[slot.op], setting).contention for slot in plan.slots
+    )
 
 
-def with_lanes(plan: Plan, profile: Profile, most: int, evaluations: int = EVALUATIONS, seed: int = 0) -> Plan:
-    """The plan with up to `most` lanes on each device; the plan itself where no other is simulated to be faster."""
+def with_lanes(plan: Plan, profile: Profile, most: int, seed: int = 0) -> Plan:
+    """The plan with up to `most` lanes on each device; the unchanged plan if no other is simulated to be faster."""
     if not 1 <= most <= MAX_LANES:
         raise PlanError(f"a device has 1 to {MAX_LANES} lanes, got lanes={most}")
     if most == 1 or not can_share_devices(plan, profile):
         return plan
     search, numbers = _Search(plan, profile), random.Random(seed)
     if len(search.groups) > 1:
-        search.anneal(most, evaluations, numbers, splits=False)
+        search.anneal(most, EVALUATIONS // 2, numbers, splits=False)
+        search.descend(most, EVALUATIONS // 2)
     if search.split_groups:
-        search.anneal(most, evaluations // 2, numbers, splits=True)
+        search.anneal(most, EVALUATIONS // 2, numbers, splits=True)
     best = search.fastest()
     if best is plan:
         return plan
@@ -78,7 +82,7 @@ def lanes_bound_s(plan: Plan, profile: Profile, bound_s: float) -> float:
     for op in graph.order:
         curve = profile.curve(op, setting)
         count = graph.metaops[op].num_layers
-        fastest = 1.0  # over the time on all SMs
+        fastest = 1.0  # time on some SMs, relative to the time on all
         if plan.quotas:
             assert curve.sm_times is not None
             forward_fill, backward_fill = _sm_shares(curve.sm_times)
@@ -89,30 +93,30 @@ def lanes_bound_s(plan: Plan, profile: Profile, bound_s: float) -> float:
             (_, forward_fill), (_, backward_fill) = curve.contention[0].forward, curve.contention[0].backward
         area_s += count * (min(1.0, forward_fill) * curve.forward_s[0] + min(1.0, backward_fill) * curve.backward_s[0])
         before_s = max((path_s[source] for source in graph.predecessors[op]), default=0.0)
-        path_s[op] = before_s + count * fastest * min(curve.folded_s() - np.asarray(curve.weight_s or 0.0))
+        path_s[op] = before_s + count * fastest * float(min(curve.folded_s() - np.asarray(curve.weight_s or 0.0)))
     if profile.cluster.num_devices == 1:
         return min(bound_s, max(area_s, *path_s))
     return min(bound_s, max(min(1.0, *fills) * bound_s, *path_s))
 
 
 def _sm_shares(sm_times: SmTimes) -> tuple[float, float]:
-    """Of forward and backward: the least time on some of the SMs, times their share of all, over the time on all."""
+    """For forward and backward, the smallest share of a device's time that the layer needs: the share of SMs, times the
+    time on them relative to the time on all SMs."""
     shares = np.asarray(sm_times.num_sms) / sm_times.num_sms[-1]
     return float((shares * sm_times.forward).min()), float((shares * sm_times.backward).min())
 
 
 class _Search:
-    """Candidates for one plan, and their simulated plans."""
+    """Searches candidates for one plan, and keeps their simulated plans."""
 
     def __init__(self, plan: Plan, profile: Profile) -> None:
         self._plan, self._profile = plan, profile
-        position = {op.name: index for index, op in enumerate(profile.graph.metaops)}
-        self._ops = [position[slot.op] for slot in plan.slots]
+        self._ops = [profile.graph.positions[slot.op] for slot in plan.slots]
         self._setting: Setting = setting_of(plan, profile)
         self._times_s = [span.end_s - span.start_s for span in spans(plan, profile)]
         self.groups = _groups(plan, profile, self._ops)
         self._group_of = {slot: group for group, slots in enumerate(self.groups) for slot in slots}
-        # Groups whose backward can be split where it has weight gradients: these may run on another lane.
+        # Groups with weight gradients whose backward can be split, so that these may run on another lane.
         self.split_groups = [
             group
             for group, slots in enumerate(self.groups)
@@ -120,7 +124,7 @@ class _Search:
             and all(self._can_split(slot) for slot in slots if self._trains(slot))
         ]
         self._needs: list[list[int]] = [[] for _ in plan.slots]
-        for producer, consumer in slot_links(self._ops, profile.graph):
+        for producer, consumer in slot_needs(self._ops, profile.graph):
             self._needs[consumer].append(producer)
         self._known: dict[_Candidate, Plan | None] = {}
 
@@ -135,12 +139,15 @@ class _Search:
         return any(graph.parameters[parameter].trainable for layer in layers for parameter in layer)
 
     def anneal(self, most: int, evaluations: int, numbers: random.Random, *, splits: bool) -> None:
-        """Simulate candidates: from the best start, those that differ in the lane or the place of a group. Only if it
-        `splits`, weight gradients have lanes of their own; it then also starts from the best lanes that are known."""
+        """Simulate random neighbours of the best start: candidates that differ in the lane or the position of a group.
+
+        With `splits`, weight gradients may have lanes of their own, and the search also starts from the best lanes so
+        far.
+        """
         starts = [self._start(count, splits) for count in range(2, most + 1)]
         if splits and self._known:
             fastest = min(self._known, key=lambda candidate: self._time_s(self._known[candidate]))
-            starts.append(self._spread(fastest.lanes, fastest.order, most))
+            starts.append(self._with_weights_on_next_lane(fastest.lanes, fastest.order, most))
         current = min(starts, key=lambda start: self._time_s(self.planned(start)))
         current_s, scale_s = self._time_s(self.planned(current)), self._plan.makespan_s
         for number in range(evaluations):
@@ -150,17 +157,32 @@ class _Search:
             if time_s <= current_s or numbers.random() < math.exp((current_s - time_s) / temperature_s):
                 current, current_s = candidate, time_s
 
+    def descend(self, most: int, evaluations: int) -> None:
+        """Move from the best lanes so far to the first neighbour that is faster, until there is none. Simulates at most
+        this many candidates."""
+        current = min(self._known, key=lambda candidate: self._time_s(self._known[candidate]))
+        limit = len(self._known) + evaluations
+        while True:
+            for neighbour in _neighbours(current, most):
+                if len(self._known) >= limit:
+                    return
+                if self._time_s(self.planned(neighbour)) < self._time_s(self._known[current]):
+                    current = neighbour
+                    break
+            else:
+                return
+
     def fastest(self) -> Plan:
-        """The fastest of all plans that were simulated and of the plan that came in; one with weight lanes only if it
-        gains enough over all others."""
+        """The fastest plan of all that were simulated, including the given one. A plan with weight lanes is only chosen
+        if it gains enough over all others."""
         plans = [self._plan, *(plan for plan in self._known.values() if plan is not None)]
         plain = [plan for plan in plans if not any(slot.has_weight_lane for slot in plan.slots)]
         fastest, fastest_plain = (min(of, key=self._time_s) for of in (plans, plain))
         return fastest if fastest.makespan_s < (1 - MIN_WEIGHT_LANES_GAIN) * fastest_plain.makespan_s else fastest_plain
 
     def _start(self, count: int, spreads: bool) -> _Candidate:
-        """The longest group on a lane of its own, then the others, longest first, where least work is; if it
-        `spreads`, weight gradients on other lanes."""
+        """A start: the longest group on a lane of its own, then the other groups, longest first, on the lane with the
+        least work. With `spreads`, weight gradients are on other lanes."""
         length_s = [sum(self._times_s[slot] for slot in slots) for slots in self.groups]
         longest_first = sorted(range(len(self.groups)), key=lambda group: (-length_s[group], group))
         lanes, work_s = [0] * len(self.groups), [0.0] * count
@@ -168,19 +190,19 @@ class _Search:
             lanes[group] = min(range(count), key=lambda lane: (work_s[lane], lane))
             work_s[lanes[group]] += length_s[group]
         if spreads:
-            return self._spread(lanes, longest_first, count)
+            return self._with_weights_on_next_lane(lanes, longest_first, count)
         return _without_gaps(lanes, [None] * len(lanes), longest_first)
 
-    def _spread(self, lanes: Sequence[int], order: Sequence[int], count: int) -> _Candidate:
-        """These lanes, with the weight gradients of each group on the next one."""
+    def _with_weights_on_next_lane(self, lanes: Sequence[int], order: Sequence[int], count: int) -> _Candidate:
+        """The same lanes, with the weight gradients of each group on the next lane."""
         weight_lanes: list[int | None] = [None] * len(lanes)
         for group in self.split_groups:
             weight_lanes[group] = (lanes[group] + 1) % count
         return _without_gaps(lanes, weight_lanes, order)
 
     def _moved(self, candidate: _Candidate, most: int, numbers: random.Random, splits: bool) -> _Candidate:
-        """A neighbour: another lane for a group or its weight gradients, two groups that swap lanes, or another place
-        in the order."""
+        """A random neighbour: another lane for a group or its weight gradients, two groups with swapped lanes, or
+        another position in the order."""
         lanes, weight_lanes, order = list(candidate.lanes), list(candidate.weight_lanes), list(candidate.order)
         kind = numbers.randrange(4 if splits else 3) if len(lanes) > 1 else 3
         if kind == 3:
@@ -198,7 +220,7 @@ class _Search:
         return _without_gaps(lanes, weight_lanes, order)
 
     def planned(self, candidate: _Candidate) -> Plan | None:
-        """The simulated plan of a candidate; None where its memory does not fit."""
+        """The simulated plan of a candidate. None if its memory does not fit."""
         if candidate not in self._known:
             self._known[candidate] = self._simulated(candidate)
         return self._known[candidate]
@@ -217,7 +239,7 @@ class _Search:
         ]
         plan = assemble(self._profile, self._setting, self._plan.planner, pieces, self._plan.seed)
         program = lower(plan, self._profile)
-        # `verify` refuses plans that do not fit under every timing of their lanes.
+        # `verify` refuses plans that do not fit under every timing of their lanes
         peaks = Memory(program, self._profile).peaks_in_order(instances_of(program))
         timeline = simulate(program, self._profile)
         if np.maximum(peaks, timeline.peak_bytes()).max() > self._profile.cluster.kind.memory_bytes:
@@ -231,7 +253,8 @@ class _Search:
         )
 
     def _listed(self, candidate: _Candidate) -> list[int]:
-        """All slots, each as soon as its lanes and its data are there; of those that could start, the preferred."""
+        """All slots, each as soon as its lanes are free and its data is there; among those that could start, the
+        preferred one."""
         preference = {group: place for place, group in enumerate(candidate.order)}
         lane_end: dict[tuple[int, int], float] = {}
         ends: dict[int, float] = {}
@@ -258,24 +281,44 @@ class _Search:
         return math.inf if plan is None else plan.makespan_s
 
 
+def _neighbours(candidate: _Candidate, most: int) -> Iterator[_Candidate]:
+    """All candidates that differ in the lane of one group, in the lanes of two groups that swap them, or in the
+    position of one group."""
+    groups = range(len(candidate.lanes))
+    for group, lane in product(groups, range(most)):
+        if lane != candidate.lanes[group]:
+            lanes = [lane if other == group else of for other, of in enumerate(candidate.lanes)]
+            yield _without_gaps(lanes, candidate.weight_lanes, candidate.order)
+    for first, second in combinations(groups, 2):
+        if candidate.lanes[first] != candidate.lanes[second]:
+            lanes = list(candidate.lanes)
+            lanes[first], lanes[second] = lanes[second], lanes[first]
+            yield _without_gaps(lanes, candidate.weight_lanes, candidate.order)
+    for before, after in permutations(groups, 2):
+        order = list(candidate.order)
+        order.insert(after, order.pop(before))
+        yield _without_gaps(candidate.lanes, candidate.weight_lanes, order)
+
+
 def _without_gaps(lanes: Sequence[int], weight_lanes: Sequence[int | None], order: Sequence[int]) -> _Candidate:
-    """A candidate with the same lanes, numbered from 0; weight gradients on the lane of their group have none."""
-    apart = [
+    """The same candidate with lanes numbered from 0. Weight gradients on the lane of their group have no lane of their
+    own."""
+    separate = [
         None if lane == weight_lane else weight_lane for lane, weight_lane in zip(lanes, weight_lanes, strict=True)
     ]
-    used = {*lanes, *(lane for lane in apart if lane is not None)}
+    used = {*lanes, *(lane for lane in separate if lane is not None)}
     number_of = {lane: number for number, lane in enumerate(sorted(used))}
     return _Candidate(
         lanes=tuple(number_of[lane] for lane in lanes),
-        weight_lanes=tuple(None if lane is None else number_of[lane] for lane in apart),
+        weight_lanes=tuple(None if lane is None else number_of[lane] for lane in separate),
         order=tuple(order),
     )
 
 
 def _groups(plan: Plan, profile: Profile, ops: Sequence[int]) -> list[list[int]]:
-    """Slots of one module, or that train the same parameters, which stay on one lane."""
+    """Groups of slots that must stay on one lane: those of one module, or that train the same parameters."""
     graph = profile.graph
-    group_of = list(range(len(plan.slots)))  # named after its first slot
+    group_of = list(range(len(plan.slots)))  # a group is named after its first slot
     first_with: dict[tuple[str, int | str], int] = {}
     for number, (slot, op) in enumerate(zip(plan.slots, ops, strict=True)):
         used = {parameter for layer in graph.metaops[op].parameters[slot.first : slot.last] for parameter in layer}

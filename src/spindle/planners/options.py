@@ -7,8 +7,9 @@ from dataclasses import dataclass
 from itertools import pairwise
 
 from spindle.errors import PlanError
+from spindle.plan import MAX_LANES
 
-Progress = Callable[[float], None]  # how much of a search is done, from 0 to 1
+Progress = Callable[[float], None]  # called with the share of a search that is done, from 0 to 1
 
 
 SPREAD, REPLICATED, FIRST, DEDICATED = PLACEMENTS = ("spread", "replicated", "first", "dedicated")
@@ -16,13 +17,13 @@ SPREAD, REPLICATED, FIRST, DEDICATED = PLACEMENTS = ("spread", "replicated", "fi
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Chain:
-    """Modules in a row, each with so many layers, cut in front of these layers (numbered through all of them); chunks
+    """Consecutive modules with their numbers of layers, cut before these layers (numbered through all modules). Chunks
     may be empty.
 
-    `placement` says where it stands: *spread*, its chunks over the pipeline ranks in turn; or whole: *replicated* on
-    every device (or tensor group) of all ranks, *first* on those of rank 0, *dedicated* on those of ranks that run
-    nothing else. A chain that stands whole takes its calls in parts, each on one of its groups or on a sequence group.
-    `tensor_degree` is that of its modules; 0 stands for the layout's.
+    `placement` says where the chain is placed. *spread*: its chunks in turn over the pipeline ranks. The other
+    placements keep it whole: *replicated* on every device (or tensor group) of all ranks, *first* on those of rank 0,
+    *dedicated* on those of ranks that run nothing else. A whole chain runs its calls in parts, each on one of its
+    groups or on a sequence group. `tensor_degree` is that of its modules; 0 means the layout's.
     """
 
     modules: tuple[str, ...]
@@ -42,11 +43,13 @@ class Chain:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Layout:
-    """Where the chunks of a pipeline stand: chains over so many pipeline ranks, in as many replicas as the devices
-    allow; a pipeline rank is a tensor parallel group. `cut_by` says what chunks have equal shares of: time, or
-    parameters. The first `num_dedicated` ranks of each replica run dedicated chains alone, the others all others.
-    With `shards_optimizer`, the groups that hold the same weights, where chains stand whole on several or there are
-    replicas, share their optimizer state."""
+    """Where the chunks of a pipeline are placed: chains over `num_ranks` pipeline ranks, in `num_replicas` replicas. A
+    pipeline rank is a tensor-parallel group.
+
+    `cut_by` says what is balanced between chunks: time or parameters. The first `num_dedicated` ranks of each replica
+    only run dedicated chains; the other ranks run all others. With `shards_optimizer`, groups that hold the same
+    weights (of whole chains, or in replicas) share their optimizer state.
+    """
 
     num_ranks: int
     num_replicas: int
@@ -87,12 +90,12 @@ class Layout:
         return frozenset(module for chain in self.chains for module in chain.modules)
 
     def rounds_of(self, chain: Chain) -> int:
-        """How many times a chain passes all ranks."""
+        """How many times a chain passes over all ranks."""
         return chain.num_chunks // self.num_spread_ranks
 
     @property
     def text(self) -> str:
-        """How chains are cut, in words."""
+        """How the chains are cut, in words."""
         spread = [chain for chain in self.chains if chain.placement == SPREAD]
         rounds = [f"{self.rounds_of(chain)} for {' and '.join(chain.modules)}" for chain in spread]
         chunks = f"chunks on each rank: {', '.join(rounds)}, cut by {self.cut_by}"
@@ -100,7 +103,7 @@ class Layout:
 
     @property
     def whole_text(self) -> str:
-        """Where the chains that stand whole do, in words; empty if there are none."""
+        """Where whole chains are placed, in words; empty if there are none."""
         texts = [
             f"{' and '.join(chain.modules)} {_PLACEMENT_TEXT[chain.placement].format(self.num_dedicated)} at tensor "
             f"degree {chain.tensor_degree or self.tensor_degree}"
@@ -116,15 +119,16 @@ class Layout:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlanOptions:
-    """How hard to search, and what is decided already.
+    """How hard to search, and what is already decided.
 
-    The same options give the same plan, unless a time limit cuts the search short. The optimizer is sharded where that
-    is simulated to be faster, or memory requires it, unless `shard_optimizer` decides. Pipelines have `pipeline_ranks`
-    stages, as many as the devices allow unless given, and place chunks as in the best of `layouts`, which were chosen
-    on another batch, or as is best for this one. Where their microbatches could be split in other ways than the profile
-    has them, `bound_s` is the bound over all of these. Up to `lanes` slots share a device at the same time, where the
-    profile says how much they slow each other down; pipelines have one lane. With `quotas`, each lane gets SMs of its
-    own where the profile has times on some of the SMs and that is simulated to be faster.
+    The same options give the same plan, unless a time limit cuts the search short. The optimizer is sharded if that is
+    simulated to be faster, or if memory requires it, unless `shard_optimizer` decides. Pipelines have `pipeline_ranks`
+    stages, by default as many as the devices allow, and place chunks as in the best of `layouts`, which were chosen on
+    another batch, or as is best for this one. If their microbatches could be split in other ways than in the profile,
+    `bound_s` is the bound over all of these. Up to `lanes` slots share a device at the same time, if the profile says
+    how much they slow each other down; pipelines have one lane. With `quotas`, each lane gets SMs of its own if the
+    profile has times on some of the SMs and that is simulated to be faster. The plan of a pipeline that
+    is a draft is neither checked nor verified: whoever asks for it does that with the program that will run.
     """
 
     seed: int = 0
@@ -136,6 +140,11 @@ class PlanOptions:
     bound_s: float | None = None
     lanes: int = 1
     quotas: bool = False
+    is_draft: bool = False
+
+    def __post_init__(self) -> None:
+        if not 1 <= self.lanes <= MAX_LANES:
+            raise PlanError(f"a device has 1 to {MAX_LANES} lanes, got lanes={self.lanes}")
 
 
 _PLACEMENT_TEXT = {

@@ -19,7 +19,7 @@ _SLACK = 1e-9  # a wave is often an exact multiple of a layer's time
 
 @dataclass(slots=True)
 class _Tuple:
-    """Layers of an op still to run on a number of devices."""
+    """Layers of an op that still have to run, on a number of devices."""
 
     op: int
     num_devices: int
@@ -28,7 +28,7 @@ class _Tuple:
 
 @dataclass(slots=True)
 class _Entry:
-    """A tuple in the wave being built: it may have grown, and runs some of its layers."""
+    """A tuple in the wave that is being built. It may have been widened, and runs some of its layers."""
 
     source: _Tuple
     num_devices: int
@@ -37,14 +37,14 @@ class _Entry:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Wave:
-    """Ops (numbered in the problem) with their devices and layers, all started together."""
+    """Ops (numbered in the problem) with their devices and layers, which all start together."""
 
     time_s: float
     entries: tuple[tuple[int, int, int], ...]  # (op, num_devices, layers)
 
 
 def paper_waves(problem: Problem, divisors_only: bool = True) -> tuple[list[float], list[Wave]]:
-    """C* of each level, and the waves of all levels one after another."""
+    """C* of each level, and the waves of all levels in order."""
     choices = _choices(problem, divisors_only)
     optima, waves = [], []
     for level in sorted(set(problem.levels)):
@@ -58,7 +58,7 @@ def paper_waves(problem: Problem, divisors_only: bool = True) -> tuple[list[floa
 
 
 def schedule_paper(problem: Problem) -> list[Timed]:
-    """The waves as timed pieces: every piece of a wave starts with it."""
+    """The waves as timed pieces: all pieces of a wave start together."""
     batch_sizes = [problem.profile.graph.metaops[op].batch_size for op in problem.ops]
     rules = (True, False) if any(size is not None and size & (size - 1) for size in batch_sizes) else (True,)
     schedules = [_timed(problem, divisors_only) for divisors_only in rules]
@@ -92,7 +92,7 @@ def _choices(problem: Problem, divisors_only: bool) -> list[Choices]:
 
 
 def _whole_tuples(op: int, num_layers: int, allocation: Allocation) -> list[_Tuple]:
-    """Round to whole layers; the residual goes to the tuple with fewer devices."""
+    """Round to whole layers. The remainder goes to the tuple with fewer devices."""
     *_, (n_high, layers_high) = allocation.tuples
     if len(allocation.tuples) == 1:
         return [_Tuple(op, n_high, num_layers)]
@@ -115,7 +115,7 @@ def _schedule(
     waves: list[Wave] = []
     while pool:
         entries = _propose(choices, pool, problem.num_devices)
-        wave_s = _align(choices, entries)
+        wave_s = _shorten_to_shortest(choices, entries)
         wave_s = _extend(problem, choices, entries, pool, wave_s, optimum_s)
         content = tuple((entry.source.op, entry.num_devices, entry.layers) for entry in entries)
         for entry in entries:
@@ -146,8 +146,8 @@ def _propose(choices: list[Choices], pool: list[_Tuple], num_devices: int) -> li
     return entries
 
 
-def _align(choices: list[Choices], entries: list[_Entry]) -> float:
-    """Cut all entries to about the shortest; returns the wave's time."""
+def _shorten_to_shortest(choices: list[Choices], entries: list[_Entry]) -> float:
+    """Shorten all entries to about the shortest one. Returns the duration of the wave."""
 
     def layer_s(entry: _Entry) -> float:
         return choices[entry.source.op].time_on(entry.num_devices)
@@ -162,7 +162,7 @@ def _align(choices: list[Choices], entries: list[_Entry]) -> float:
 def _extend(
     problem: Problem, choices: list[Choices], entries: list[_Entry], pool: list[_Tuple], wave_s: float, optimum_s: float
 ) -> float:
-    """Give idle devices to the op with most work left after this wave, then to the longest entry in it."""
+    """Give idle devices to the op with the most work left after this wave, then to the longest entry in it."""
 
     def layer_s(entry: _Entry, num_devices: int) -> float:
         return choices[entry.source.op].time_on(num_devices)
@@ -173,7 +173,7 @@ def _extend(
         return layers * optimum_s / problem.num_layers[op]
 
     def grow(entry: _Entry, free: int) -> int:
-        """The next number of devices if it fits, else 0."""
+        """The next allowed number of devices if it fits, otherwise 0."""
         counts = choices[entry.source.op].num_devices
         wider = counts[counts > entry.num_devices]
         return int(wider[0]) if len(wider) and wider[0] - entry.num_devices <= free else 0

@@ -7,7 +7,7 @@ import numpy as np
 from spindle.jit import njit
 from spindle.planners.decode import LAYERS, OP, OPTION
 
-# Cumulative shares of the moves; splitting has the rest.
+# Cumulative shares of the moves; splits get the rest.
 TRADE_BELOW = 0.1
 RELOCATE_BELOW = 0.39
 WIDTH_BELOW = 0.64
@@ -34,7 +34,7 @@ def random_below(state, limit):
 
 @njit(inline="always")
 def copy_piece(source, i, target, j):
-    """One row of a piece table; much faster than a slice of so few."""
+    """Copy one row of a piece table, which is much faster than a slice for so few entries."""
     target[j, OP] = source[i, OP]
     target[j, LAYERS] = source[i, LAYERS]
     target[j, OPTION] = source[i, OPTION]
@@ -42,8 +42,8 @@ def copy_piece(source, i, target, j):
 
 @njit(cache=True, nogil=True)
 def relocate(table, pieces, count, i, state):
-    """Move piece i along the list, mostly a little, up to an op it must
-    precede or follow. Return its new place, i for no move."""
+    """Move piece i within the list, mostly by a little, at most to an op that it must precede or follow. Returns its
+    new position, or i if it did not move."""
     if random_share(state) < 0.1:
         target = random_below(state, count)
     else:
@@ -67,8 +67,7 @@ def relocate(table, pieces, count, i, state):
 
 @njit(cache=True, nogil=True)
 def near_option(table, op, option, state):
-    """Another option for the op: mostly one or two steps away, else any; -1
-    where the step leaves the list."""
+    """Another option for the op, mostly one or two steps away, otherwise any. -1 if the step leaves the list."""
     if random_share(state) < 0.3:
         changed = random_below(state, table.option_count[op])
     else:
@@ -91,8 +90,7 @@ def change_width(table, pieces, i, state):
 
 @njit(cache=True, nogil=True)
 def trade_devices(table, pieces, count, i, state):
-    """Make piece i wider by a step and another a little later in the list
-    narrower, or the reverse."""
+    """Widen piece i by one step and narrow another piece that comes a little later, or the reverse."""
     j = i + 1 + random_below(state, 4)
     if j >= count or pieces[i, OP] == pieces[j, OP]:
         return False
@@ -110,7 +108,7 @@ def trade_devices(table, pieces, count, i, state):
 
 @njit(cache=True, nogil=True)
 def find_other(pieces, i, skip):
-    """The piece of i's op that comes after `skip` others of it, i left out."""
+    """The piece of i's op that comes after `skip` other pieces of the op, not counting i."""
     j = 0
     while True:
         if j != i and pieces[j, OP] == pieces[i, OP]:
@@ -122,9 +120,8 @@ def find_other(pieces, i, skip):
 
 @njit(cache=True, nogil=True)
 def shift_layers(pieces, count, pieces_of, i, state):
-    """Move layers from piece i to another of its op, mostly one or two; a
-    piece left empty is dropped. Return the number of pieces, 0 for no move,
-    and the first piece changed."""
+    """Move layers from piece i to another piece of its op, mostly one or two; a piece that becomes empty is dropped.
+    Returns the number of pieces (0 for no move) and the first piece that changed."""
     op = pieces[i, OP]
     if pieces_of[op] < 2:
         return 0, i
@@ -145,8 +142,8 @@ def shift_layers(pieces, count, pieces_of, i, state):
 
 @njit(cache=True, nogil=True)
 def split(table, pieces, count, pieces_of, i, state):
-    """Cut piece i in two of different widths, the second part a little
-    later in the list. Return the number of pieces, 0 for no move."""
+    """Split piece i into two pieces of different widths; the second one comes a little later in the list. Returns the
+    number of pieces, or 0 for no move."""
     op = pieces[i, OP]
     if pieces_of[op] >= table.piece_limit or pieces[i, LAYERS] < 2:
         return 0
@@ -171,8 +168,7 @@ def split(table, pieces, count, pieces_of, i, state):
 
 @njit(cache=True, nogil=True)
 def move(table, pieces, count, pieces_of, state):
-    """Make one random change; return the number of pieces, 0 for no change,
-    and the first piece changed."""
+    """Make one random change. Returns the number of pieces (0 for no change) and the first piece that changed."""
     kind = random_share(state)
     i = random_below(state, count)
     if kind < TRADE_BELOW:

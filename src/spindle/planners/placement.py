@@ -1,12 +1,14 @@
 """Which devices? From pieces with a number of devices to pieces with devices, communication first (§3.5).
 
 Piece by piece in start order, among devices that are free then: stay where the data is, stay inside one island, go
-where the weights already are. When a piece finds no room, earlier pieces are placed again by rules that look less at
-communication and more at memory, the latest first; the number of such returns is limited.
+where the weights already are. What changes a state of a module goes where the first piece that did went. When a piece
+finds no room, earlier pieces are placed again by rules that look less at communication and more at memory, the latest
+first; the number of such backtracks is limited.
 """
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
@@ -34,14 +36,15 @@ class _NoRoom(Exception):
 
 
 def place(profile: Profile, setting: Setting, timed: Sequence[Timed]) -> list[Piece]:
-    """Devices for every piece. Raises a DoesNotFitError that names the device, the bytes needed and those there."""
+    """Choose the devices of every piece. Raises a DoesNotFitError that names the device, the bytes needed and the bytes
+    available."""
     placement = _Placement(profile, setting)
     rules = [NEAR_DATA] * len(timed)
     first: _NoRoom | None = None
     failure: _NoRoom | None = None
     changed = 0
     for _ in range(MAX_RETURNS):
-        # Whether a piece fits depends on earlier ones: a different rule for this piece alone would not help.
+        # Whether a piece fits depends on earlier pieces, so a different rule for this piece alone would not help.
         if failure is None or changed < failure.piece:
             try:
                 return placement.run(timed, rules)
@@ -66,7 +69,7 @@ def place(profile: Profile, setting: Setting, timed: Sequence[Timed]) -> list[Pi
 
 
 class _Placement:
-    """State of the placement: what each device holds, and until when it is busy."""
+    """The state of the placement: what each device holds, and until when it is busy."""
 
     def __init__(self, profile: Profile, setting: Setting) -> None:
         self.profile, self.setting, self.graph = profile, setting, profile.graph
@@ -80,7 +83,7 @@ class _Placement:
             )
             for degree in self.units_of
         }
-        # The bytes per parameter that its devices share: none, or those of the optimizer state.
+        # bytes per parameter that its devices share: the optimizer state, or nothing
         self.shared_state = {
             degree: whole
             - np.array([_unshared_bytes(self.graph, p, degree) for p in range(len(self.graph.parameters))], dtype=float)
@@ -89,14 +92,15 @@ class _Placement:
             for degree, whole in self.parameter_state.items()
         }
 
-    def _clear(self) -> None:
+    def _reset(self) -> None:
         num_devices = self.profile.cluster.num_devices
         self.free_at_s = np.zeros(num_devices)
         self.op_end_s = np.zeros(len(self.graph.metaops))
         self.next_layer = [0] * len(self.graph.metaops)
         self.last_devices: dict[int, np.ndarray] = {}
         self.team_devices: dict[str, np.ndarray] = {}
-        # Memory: weights that are there, bytes of state, bytes of activations in the present round.
+        self.state_devices: dict[str, np.ndarray] = {}
+        # Memory: which weights are there, bytes of state, bytes of activations in the current round.
         self.held = np.zeros((len(self.graph.parameters), num_devices), dtype=bool)
         self.num_holders = np.zeros(len(self.graph.parameters), dtype=np.int64)
         self.state = np.zeros(num_devices)
@@ -105,7 +109,7 @@ class _Placement:
         self.round = 0
 
     def run(self, timed: Sequence[Timed], rules: Sequence[int]) -> list[Piece]:
-        self._clear()
+        self._reset()
         pieces: list[Piece] = []
         late = False
         for number, piece in enumerate(timed):
@@ -130,33 +134,36 @@ class _Placement:
                 )
             )
         if late:
-            # Memory forced a piece onto devices that were still busy: the requested waves cannot be kept.
+            # Memory forced a piece onto devices that were still busy, so the requested waves cannot be kept.
             return [replace(piece, wave=None, not_before_s=0.0) for piece in pieces]
         return pieces
 
     def _choose(
         self, number: int, piece: Timed, rule: int, device_state: np.ndarray, saved: np.ndarray, working: float
     ) -> np.ndarray:
-        """The devices of a piece, which adds these bytes of state and activations to a device."""
+        """The devices of a piece that adds these bytes of state and activations to each of them."""
         degree = self.setting.tensor_degrees[piece.op]
         units = self.units_of[degree]
         num_units = piece.num_devices // degree
         new_state = device_state[units].max(axis=1)
         held = self.state + self.activations + saved + np.maximum(self.working, working)
         needed = held[units].max(axis=1) + new_state
-        fits = needed <= self.memory_bytes if self.counts_bytes else np.ones(len(units), dtype=bool)
+        state = _state_of(self.graph, piece.op)
+        if state in self.state_devices:
+            needed = np.where(np.isin(units[:, 0], self.state_devices[state]), needed, np.inf)
+        fits = needed <= (self.memory_bytes if self.counts_bytes else sys.float_info.max)
         if fits.sum() < num_units:
             worst = int(np.argsort(needed, kind="stable")[min(num_units, len(units)) - 1])
             raise _NoRoom(number, int(units[worst, 0]), int(needed[worst]))
         if rule == FULLEST:
-            # Pack: the fullest that can still hold it, even if it is busy.
+            # pack: the fullest device that can still hold the piece, even if it is busy
             chosen = np.flatnonzero(fits)[np.argsort(-needed[fits], kind="stable")[:num_units]]
             return self._in_share_order(piece.op, units[np.sort(chosen)]).ravel()
         free_at = self.free_at_s[units].max(axis=1)
         start_s = max(piece.start_s, self._data_at(piece.op))
         free = fits & (free_at <= start_s + _SLACK * (1 + start_s))
         if free.sum() < num_units:
-            # Tensor groups or memory left too few of them free at that time: take those that are free soonest.
+            # Tensor groups or memory left too few devices free at that time, so take those that are free soonest.
             soonest = np.sort(free_at[fits])[num_units - 1]
             free = fits & (free_at <= soonest)
         data = self._data_share(piece.op)[units].mean(axis=1)
@@ -167,7 +174,7 @@ class _Placement:
         return self._in_share_order(piece.op, units[chosen]).ravel()
 
     def _units(self, degree: int) -> np.ndarray:
-        """Groups of devices that can hold a tensor group, one in each row."""
+        """Groups of devices that can hold a tensor group, one per row."""
         if degree == 1:
             return np.arange(len(self.island))[:, None]
         return np.array(self.profile.cluster.tensor_groups(degree))
@@ -182,13 +189,13 @@ class _Placement:
         new_state: np.ndarray,
         needed: np.ndarray,
     ) -> np.ndarray:
-        """Free units, best first."""
+        """Free units in the order of preference."""
         if rule == EMPTIEST:
             return free[np.lexsort((free, needed[free]))]
         first, second = (-data, new_state) if rule == NEAR_DATA else (new_state, -data)
         island = self.island[units[:, 0]]
         best_first = free[np.lexsort((free, second[free], first[free]))]
-        # Rank islands by what their best units offer; one that can hold the whole piece comes before any that cannot.
+        # Rank islands by their best units. An island that can hold the whole piece comes before any that cannot.
         num_islands = int(self.island[-1]) + 1
         num_free = np.bincount(island[free], minlength=num_islands)
         place_in_island = np.zeros(len(units), dtype=np.int64)
@@ -200,7 +207,7 @@ class _Placement:
         offer_first = np.bincount(island[counted], weights=first[counted], minlength=num_islands)
         offer_second = np.bincount(island[counted], weights=second[counted], minlength=num_islands)
         too_small = num_free < num_units
-        # Among islands that fit, the tightest; among those that do not, the roomiest.
+        # Among islands that fit, the fullest; among those that do not, the emptiest.
         tightness = np.where(too_small, -num_free, num_free)
         rank_keys: tuple[np.ndarray, ...]
         if (too_small | (num_free == 0)).all():
@@ -218,19 +225,19 @@ class _Placement:
         return max((float(self.op_end_s[producer]) for producer in self.graph.predecessors[op]), default=0.0)
 
     def _sources(self, op: int) -> list[np.ndarray]:
-        """Device lists, in share order, that hold this op's next input."""
+        """Lists of devices, in the order of shares, that hold this op's next input."""
         givers = [op] if self.next_layer[op] else self.graph.predecessors[op]
         return [self.last_devices[giver] for giver in givers if giver in self.last_devices]
 
     def _data_share(self, op: int) -> np.ndarray:
-        """How much of this op's input each device has."""
+        """How much of this op's input is on each device."""
         share = np.zeros(len(self.island))
         for devices in self._sources(op):
             share[devices] += 1 / len(devices)
         return share
 
     def _in_share_order(self, op: int, units: np.ndarray) -> np.ndarray:
-        """Orders units so that as many rows as possible stay where they are."""
+        """Order units so that as many rows as possible stay where they are."""
         count = len(units)
         for devices in self._sources(op):
             centre = np.full(len(self.island), -1.0)
@@ -255,13 +262,13 @@ class _Placement:
         return np.array(sorted(names), dtype=np.int64)
 
     def _new_state(self, piece: Timed, parameters: np.ndarray) -> np.ndarray:
-        """Bytes of state that each device would have to add."""
+        """The bytes of state that each device would have to add."""
         sizes = self._sizes(piece.op, parameters, at_least=piece.num_devices)
         added: np.ndarray = sizes @ ~self.held[parameters]
         return added
 
     def _sizes(self, op: int, parameters: np.ndarray, at_least: int = 1) -> np.ndarray:
-        """Bytes of each parameter on a device that holds it, when so many or more devices do."""
+        """The bytes of each parameter on a device that holds it, if at least `at_least` devices hold it."""
         degree = self.setting.tensor_degrees[op]
         sizes: np.ndarray = self.parameter_state[degree][parameters]
         if self.setting.shard_optimizer:
@@ -270,7 +277,8 @@ class _Placement:
         return sizes
 
     def _new_activations(self, piece: Timed) -> tuple[np.ndarray, float]:
-        """Bytes each device would keep for a piece's backward, input from elsewhere included, and its working space."""
+        """The bytes that each device would keep for a piece's backward, including input from other devices, and its
+        working space."""
         op, degree = self.graph.metaops[piece.op], self.setting.tensor_degrees[piece.op]
         saved = np.zeros(len(self.island))
         if op.batch_size is None or op.cost is None:
@@ -295,7 +303,7 @@ class _Placement:
         saved: np.ndarray,
         working: float,
     ) -> None:
-        """Give a piece its devices: they are busy until it ends, and hold its parameters and activations."""
+        """Assign devices to a piece: they are busy until it ends, and hold its parameters and activations."""
         layer_s = (piece.end_s - piece.start_s) / piece.num_layers
         start_s = max(
             piece.start_s if piece.wave is not None else 0.0,
@@ -304,7 +312,7 @@ class _Placement:
         )
         end_s = start_s + piece.num_layers * layer_s
         if self.setting.shard_optimizer:
-            # Those that hold them already have less of them now.
+            # devices that hold these parameters already have a smaller share of their state now
             self.state -= self._sizes(piece.op, parameters) @ self.held[parameters]
         else:
             self.state[devices] += new_state[devices]
@@ -319,11 +327,18 @@ class _Placement:
         self.next_layer[piece.op] += piece.num_layers
         if piece.team is not None:
             self.team_devices[piece.team] = np.union1d(devices, self.team_devices.get(piece.team, devices))
+        if state := _state_of(self.graph, piece.op):
+            self.state_devices[state] = devices
         self.last_devices[piece.op] = devices[:: self.setting.tensor_degrees[piece.op]]
 
 
+def _state_of(graph: MetaGraph, op: int) -> str:
+    cost = graph.metaops[op].cost
+    return "" if cost is None else cost.state
+
+
 def _unshared_bytes(graph: MetaGraph, parameter: int, tensor_degree: int) -> int:
-    """What a device holds of a parameter however many share its optimizer state."""
+    """What a device holds of a parameter however many devices share its optimizer state."""
     elements = graph.parameters[parameter].num_elements
     numerics = graph.numerics
     owned = -(-elements // tensor_degree) * numerics.optimizer_bytes if graph.parameters[parameter].trainable else 0

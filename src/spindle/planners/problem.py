@@ -12,7 +12,8 @@ from spindle.profile import Profile, Setting
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Choices:
-    """Numbers of devices for one op, rising, and the folded seconds of one layer on each, strictly falling."""
+    """The numbers of devices that an op may take, increasing, with the folded seconds of one layer on each, strictly
+    decreasing."""
 
     num_devices: NDArray[np.int64]
     layer_s: NDArray[np.float64]
@@ -30,8 +31,8 @@ class Choices:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Problem:
-    """Ops are numbered within the problem; `ops` maps them to the graph. Edges to ops outside are dropped: those ran
-    in an earlier round."""
+    """What a scheduler has to solve. Ops are numbered within the problem; `ops` maps them to the graph. Edges to other
+    ops are dropped, because those ran in an earlier round."""
 
     profile: Profile
     setting: Setting
@@ -52,8 +53,8 @@ class Problem:
 class Timed:
     """The next layers of an op (numbered in the graph) on a number of devices, with start and end in folded time.
 
-    A planner may insist on a wave (then the piece starts no earlier than planned), and on a `team`: pieces of one team
-    stay on the devices its first piece got.
+    A planner may require a wave (the piece then starts no earlier than planned) and a `team`: all pieces of a team use
+    the devices of its first piece.
     """
 
     op: int
@@ -67,9 +68,10 @@ class Timed:
 
 
 def problem_of(profile: Profile, setting: Setting, tasks: frozenset[str] | None = None) -> Problem:
-    """The problem of all tasks, or of the given ones."""
+    """The problem of all tasks, or of the given tasks."""
     graph = profile.graph
     ops = tuple(position for position, op in enumerate(graph.metaops) if tasks is None or op.task in tasks)
+    groups = graph.task_groups
     place = {op: number for number, op in enumerate(ops)}
     return Problem(
         profile=profile,
@@ -79,15 +81,16 @@ def problem_of(profile: Profile, setting: Setting, tasks: frozenset[str] | None 
         choices=tuple(choices_of(profile, setting, op) for op in ops),
         predecessors=tuple(tuple(place[producer] for producer in graph.predecessors[op]) for op in ops),
         levels=tuple(graph.levels[op] for op in ops),
-        tasks=tuple(graph.metaops[op].task for op in ops),
+        tasks=tuple(groups[graph.metaops[op].task] for op in ops),
         num_devices=profile.cluster.num_devices,
     )
 
 
 def choices_of(profile: Profile, setting: Setting, op: int, divisors_only: bool = False) -> Choices:
-    """Allowed numbers of devices, less those on which a layer is no faster than on fewer.
+    """The allowed numbers of devices, without those on which a layer is no faster than on fewer.
 
-    Dropping them is the running minimum that Theorem 1 of the paper needs, without pretending that idle devices help.
+    Dropping them gives the running minimum that Theorem 1 of the paper needs, without pretending that idle devices
+    help.
     """
     curve = profile.curve(op, setting)
     counts = np.asarray(curve.num_devices, dtype=np.int64)

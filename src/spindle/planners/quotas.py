@@ -23,15 +23,16 @@ from spindle.simulate import simulate
 EVALUATIONS = 300
 _LARGEST_MOVE = 8  # groups of SMs
 
-_Division = tuple[tuple[int, ...], int | None]  # groups of SMs of each lane, and the lane that has the rest
+# The number of SM groups of each lane, and the lane that gets the remaining SMs.
+_Division = tuple[tuple[int, ...], int | None]
 
 
-def with_quotas(plan: Plan, profile: Profile, evaluations: int = EVALUATIONS) -> Plan:
-    """The plan with a quota for each of its lanes; the plan itself where no quotas are simulated to be faster, or
-    nothing is known of times on some of the SMs."""
+def with_quotas(plan: Plan, profile: Profile) -> Plan:
+    """The plan with a quota for each of its lanes. The unchanged plan if no quotas are simulated to be faster, or if no
+    times on some of the SMs are known."""
     if plan.num_lanes == 1 or not _has_sm_times(plan, profile) or any(slot.has_weight_lane for slot in plan.slots):
         return plan
-    best = QuotaSearch(plan, profile, evaluations).fastest()
+    best = QuotaSearch(plan, profile).fastest()
     if best is plan:
         return plan
     check(best, profile)
@@ -40,17 +41,16 @@ def with_quotas(plan: Plan, profile: Profile, evaluations: int = EVALUATIONS) ->
 
 
 def _has_sm_times(plan: Plan, profile: Profile) -> bool:
-    position = {op.name: index for index, op in enumerate(profile.graph.metaops)}
     setting = setting_of(plan, profile)
-    curves = [profile.curve(position[slot.op], setting) for slot in plan.slots]
+    curves = [profile.curve(profile.graph.positions[slot.op], setting) for slot in plan.slots]
     return profile.cluster.kind.sm_groups is not None and all(curve.sm_times is not None for curve in curves)
 
 
 class QuotaSearch:
-    """Divisions of the SMs, and the simulated plans with them."""
+    """Searches divisions of the SMs among lanes, and keeps the simulated plans."""
 
-    def __init__(self, plan: Plan, profile: Profile, evaluations: int) -> None:
-        self._plan, self._profile, self._evaluations = plan, profile, evaluations
+    def __init__(self, plan: Plan, profile: Profile) -> None:
+        self._plan, self._profile = plan, profile
         groups = profile.cluster.kind.sm_groups
         assert groups is not None
         self._groups = groups
@@ -67,11 +67,12 @@ class QuotaSearch:
         return list(self._known.values())
 
     def fastest(self) -> Plan:
-        """The fastest of all plans that were simulated and of the plan that came in."""
+        """The fastest plan of all that were simulated, including the given one."""
         num_lanes = self._plan.num_lanes
         if num_lanes * self._least > self._groups.num_groups:
             return self._plan
-        has_rest = self._groups.rest_sms % self._groups.group_sms > 0  # else no quota could ask for it
+        # Otherwise no quota could ask for the remaining SMs.
+        has_rest = self._groups.rest_sms % self._groups.group_sms > 0
         for counts in [self._climb(self._start())] if num_lanes > 2 else self._pairs():
             for with_rest in (None, *(range(num_lanes) if has_rest else ())):
                 self._time_s((counts, with_rest))
@@ -82,7 +83,7 @@ class QuotaSearch:
         return [(first, num_groups - first) for first in range(self._least, num_groups - self._least + 1)]
 
     def _start(self) -> tuple[int, ...]:
-        """Groups one by one to the lane that has most work for each of its own."""
+        """Assign groups of SMs one by one to the lane with the most work per group."""
         work_s = [0.0] * self._plan.num_lanes
         for span in spans(self._plan, self._profile):
             work_s[self._plan.slots[span.slot].lane] += span.end_s - span.start_s
@@ -92,8 +93,8 @@ class QuotaSearch:
         return tuple(counts)
 
     def _climb(self, counts: tuple[int, ...]) -> tuple[int, ...]:
-        """Moves, the best one of all each time, until none is faster."""
-        while len(self._known) < self._evaluations:
+        """Take the best of all moves, again and again, until none is faster."""
+        while len(self._known) < EVALUATIONS:
             moved = min(self._moves(counts), key=lambda other: self._time_s((other, None)), default=counts)
             if self._time_s((moved, None)) >= self._time_s((counts, None)):
                 return counts

@@ -41,22 +41,22 @@ from spindle.planners.problem import Problem, Timed, problem_of
 from spindle.profile import Profile, Setting
 from spindle.program import counts_bytes
 
-# Folded schedules tried for a setting. An evaluation takes time linear in the number of ops; the start, which is the
-# LP's, is the better the more there are of them, so large problems need no more time than ones of middle size.
+# How many folded schedules are tried for a setting. An evaluation takes time linear in the number of ops. The start
+# from the LP is the better the more ops there are, so large problems need no more time than ones of middle size.
 MOST_EVALUATIONS = 400_000
 EVALUATIONS_TIMES_OPS = 32_000_000
 WITH_BYTES_EVALUATIONS_PER_OP = 6_400
-# Where bytes count, a candidate must also be placed and simulated, which takes the longer the more devices there are.
+# With bytes, a candidate must also be placed and simulated, which takes longer the more devices there are.
 LARGE_CLUSTER = 256
-MOST_SIMULATED = 2  # annealed schedules that are, on a large cluster
-REFINED = 4  # times as many evaluations for the best of several settings
-MOST_DEGREES = 4  # choices of tensor degrees that are worth annealing
-MOST_UNSHARDED = 1  # annealed schedules that are tried without a sharded optimizer, too
-MOST_UNSHARDED_MEASURED = 4  # where a sharded optimizer has to win by a margin
-# A step is at least this many times the folded time of its plan without barriers: 0.992 to 1.07 were seen. It may be
-# shorter, as ranks of a slot that get their rows early start early.
+MOST_SIMULATED = 2  # annealed schedules that are placed and simulated on a large cluster
+REFINED = 4  # how many times as many evaluations the best of several settings gets
+MOST_DEGREES = 4  # choices of tensor degrees that are annealed
+MOST_UNSHARDED = 1  # annealed schedules that are also tried without a sharded optimizer
+MOST_UNSHARDED_MEASURED = 4  # the same, if a sharded optimizer must win by a margin
+# A step takes at least this share of the folded time of its plan without barriers: 0.992 to 1.07 were observed. It may
+# be shorter because ranks of a slot that get their rows early start early.
 LEAST_STEP = 0.98
-_GLANCE_S = 0.05  # how often a waiting planner looks at the clock
+_GLANCE_S = 0.05  # seconds between looks at the clock while a planner waits
 FEW_OPS = 6
 FEW_OPS_RUNS = (Run(4, 0.2), Run(3, 0.0, 0.03, narrows=False))
 PLAIN_RUNS = (Run(4, 0.2), Run(3, 0.0))
@@ -64,10 +64,8 @@ WITH_BYTES_RUNS = (Run(2, 0.2), Run(3, 0.2), Run(4, 0.2), Run(2, 0.0))
 
 
 def plan_wavefront(profile: Profile, options: PlanOptions, progress: Progress | None = None) -> Plan:
-    """Make the best plan of all candidates.
-
-    `progress` is called with the share of an attempt's annealing that is done, from 0 to 1.
-    """
+    """Make the best plan of all candidates. `progress` is called with the share of an attempt's annealing that is done,
+    from 0 to 1."""
     clock = _Clock(options.time_limit_s)
     runs: tuple[Run, ...] = FEW_OPS_RUNS if len(profile.graph.metaops) <= FEW_OPS else PLAIN_RUNS
     if counts_bytes(profile):
@@ -76,11 +74,11 @@ def plan_wavefront(profile: Profile, options: PlanOptions, progress: Progress | 
     is_large = profile.cluster.num_devices > LARGE_CLUSTER
     spent: list[int] = []
     refused: list[DoesNotFitError] = []
-    unsharded_refused: list[DoesNotFitError] = []  # says nothing about whether memory is short
+    unsharded_refused: list[DoesNotFitError] = []  # this says nothing about whether memory is short
     tried: list[Attempt] = []
 
     def plan_for(attempt: Attempt, refines: int = 1) -> Plan:
-        """The best plan of an attempt; of all so far where no new one can be better."""
+        """The best plan of an attempt; the best of all attempts so far if no new one can be better."""
         tried.append(attempt)
         frugal, *others = optimizer_settings(profile, attempt.setting, options.shard_optimizer)
         if plans and lp_bound(problem_of(profile, attempt.setting)).bound_s > best_s():
@@ -88,7 +86,7 @@ def plan_wavefront(profile: Profile, options: PlanOptions, progress: Progress | 
         plans_before = len(plans)
         annealed: list[tuple[Plan, list[Timed]]] = []
         first_seed = (2 * options.seed + (refines > 1)) * len(runs)
-        running = _annealed(profile, attempt, runs, first_seed, evaluations * refines, clock, progress, spent)
+        running = _annealed_schedules(profile, attempt, runs, first_seed, evaluations * refines, clock, progress, spent)
         known_schedules = [] if refines > 1 else _known_schedules(profile, attempt)  # while the other threads anneal
         if is_large:
             running = iter(
@@ -97,8 +95,8 @@ def plan_wavefront(profile: Profile, options: PlanOptions, progress: Progress | 
         if not counts_bytes(profile):
             running = _shortest_first(problem_of(profile, attempt.setting), list(running))
         for schedule in running:
-            # Annealed schedules wait for nothing, so folded time is about the least that a step of theirs takes. On
-            # small problems several runs come to the same schedule.
+            # Annealed schedules have no barriers, so a step takes about their folded time at least. On small problems,
+            # several runs find the same schedule.
             is_new = all(schedule != known for _, known in annealed)
             if is_new and (not plans or max(piece.end_s for piece in schedule) < best_s()):
                 variants = _annealed_plans(profile, frugal, schedule, options.seed, plans, refused)
@@ -107,11 +105,11 @@ def plan_wavefront(profile: Profile, options: PlanOptions, progress: Progress | 
         for setting in others:
             most = MOST_UNSHARDED_MEASURED if profile.measured_on else MOST_UNSHARDED
             for _, schedule in sorted(annealed, key=lambda pair: time_of(pair[0]))[:most]:
-                plans.extend(_tried(profile, setting, schedule, options.seed, plans, unsharded_refused))
+                plans.extend(_plans_of_schedule(profile, setting, schedule, options.seed, plans, unsharded_refused))
         for schedule in known_schedules:
-            plans.extend(_tried(profile, frugal, schedule, options.seed, plans, refused))
+            plans.extend(_plans_of_schedule(profile, frugal, schedule, options.seed, plans, refused))
             for setting in others:
-                plans.extend(_tried(profile, setting, schedule, options.seed, plans, unsharded_refused))
+                plans.extend(_plans_of_schedule(profile, setting, schedule, options.seed, plans, unsharded_refused))
         if len(plans) == plans_before:
             if plans:
                 return fastest(plans, profile)
@@ -132,13 +130,13 @@ def plan_wavefront(profile: Profile, options: PlanOptions, progress: Progress | 
     except DoesNotFitError as error:
         refusal = error
     if refused or refusal or tried != [Attempt(setting=profile.default_setting)]:
-        # Memory is short or batches are small, so others may have their best plan where we did not look.
+        # Memory is short or batches are small, so other settings may have their best plan where we did not look.
         for attempt in [attempt for stage in stages(profile) for attempt in stage if attempt not in tried]:
             if plans and lp_bound(problem_of(profile, attempt.setting)).bound_s > best_s():
                 continue
             for schedule in _known_schedules(profile, attempt):
                 for setting in optimizer_settings(profile, attempt.setting, options.shard_optimizer):
-                    plans.extend(_tried(profile, setting, schedule, options.seed, plans, unsharded_refused))
+                    plans.extend(_plans_of_schedule(profile, setting, schedule, options.seed, plans, unsharded_refused))
     if not plans:
         assert refusal is not None
         raise refusal
@@ -161,7 +159,7 @@ def _attempt_of(plan: Plan, profile: Profile) -> Attempt:
 
 
 def _known_schedules(profile: Profile, attempt: Attempt) -> list[list[Timed]]:
-    """The paper's and the baselines' schedules under an attempt; none where bytes cannot fit anyway."""
+    """The schedules of the paper and the baselines under an attempt; none if the bytes cannot fit anyway."""
     try:
         refuse_hopeless(profile, attempt)
     except DoesNotFitError:
@@ -170,7 +168,7 @@ def _known_schedules(profile: Profile, attempt: Attempt) -> list[list[Timed]]:
     return [in_rounds(profile, attempt.setting, attempt.num_rounds, scheduler) for scheduler in schedulers]
 
 
-def _tried(
+def _plans_of_schedule(
     profile: Profile,
     setting: Setting,
     schedule: list[Timed],
@@ -178,10 +176,10 @@ def _tried(
     plans: list[Plan],
     refused: list[DoesNotFitError],
 ) -> list[Plan]:
-    """The plans of a schedule: as it is, and where it has waves also without barriers. None if it cannot be better,
-    which is asked before it is placed on devices, and again before it is simulated.
+    """The plans of a schedule: unchanged, and without barriers if it has waves. None if it cannot be better.
 
-    The step knows no barriers, so taking them out changes folded time alone, which is all there is without bytes.
+    That is checked before it is placed on devices, and again before it is simulated. The simulated step has no
+    barriers, so removing them only changes folded time, which is all that counts without bytes.
     """
     if plans and _least_s(schedule, profile.cluster.num_devices) > min(plans, key=time_of).makespan_s:
         return []
@@ -201,15 +199,18 @@ def _tried(
 
 
 def _is_hopeless(plan: Plan, profile: Profile, plans: list[Plan]) -> bool:
-    """Whether a plan without barriers takes longer than the best one so far, by its folded time alone. Not asked where
-    times were measured: a sharded optimizer has to win by a margin there, and idle neighbours make devices faster."""
+    """Whether a plan without barriers takes longer than the best one so far, judged by its folded time alone.
+
+    Always False with measured times: a sharded optimizer must win by a margin there, and idle neighbours make devices
+    faster.
+    """
     if not plans or profile.measured_on or not counts_bytes(profile):
         return False
     return LEAST_STEP * plan.folded_s > min(plan.makespan_s for plan in plans)
 
 
 def _least_s(schedule: list[Timed], num_devices: int) -> float:
-    """A lower bound on steps with these pieces: total device time, and the pieces of an op or of a team, which run one
+    """A lower bound on steps with these pieces: the total device time, and the pieces of an op or team, which run one
     after another."""
     busy_s = sum((piece.end_s - piece.start_s) * piece.num_devices for piece in schedule) / num_devices
     in_turn_s: dict[int | str, float] = defaultdict(float)
@@ -219,7 +220,7 @@ def _least_s(schedule: list[Timed], num_devices: int) -> float:
 
 
 def _shortest_first(problem: Problem, schedules: list[list[Timed]]) -> Iterator[list[Timed]]:
-    """The schedules in order of folded time, after the optimal one if the problem is tiny."""
+    """The schedules by folded time, after the optimal one if the problem is tiny."""
     in_order = sorted(schedules, key=lambda schedule: max(piece.end_s for piece in schedule))
     shortest = shorten(problem, in_order[0])
     yield shortest
@@ -234,7 +235,7 @@ def _annealed_plans(
     plans: list[Plan],
     refused: list[DoesNotFitError],
 ) -> list[Plan]:
-    """The plan of an annealed schedule, with slots cut for gathers; none if it does not fit, or cannot be better."""
+    """The plans of an annealed schedule, with slots cut for gathers. Empty if it does not fit or cannot be better."""
     try:
         plan = realise(profile, setting, "wavefront", schedule, seed)
         return [] if _is_hopeless(plan, profile, plans) else [scored(cut_for_gathers(plan, profile), profile)]
@@ -244,7 +245,7 @@ def _annealed_plans(
 
 
 class _Clock:
-    """The time limit: whether it is over, and when that was noticed."""
+    """The time limit: whether it has passed, and when that was noticed."""
 
     def __init__(self, limit_s: float | None) -> None:
         self._limit_s, self._began = limit_s, time.monotonic()
@@ -258,7 +259,7 @@ class _Clock:
         return True
 
 
-def _annealed(
+def _annealed_schedules(
     profile: Profile,
     attempt: Attempt,
     runs: tuple[Run, ...],
@@ -268,7 +269,7 @@ def _annealed(
     progress: Progress | None,
     spent: list[int],
 ) -> Iterator[list[Timed]]:
-    """Start annealing, two runs at a time; yields schedules as they are done. `spent` collects evaluations."""
+    """Anneal, two runs at a time; yields schedules as they are found. `spent` collects the number of evaluations."""
     controls = [new_control() for _ in runs]
     mixes: dict[tuple[int, ...], Mixes] = {}
     lock = Lock()

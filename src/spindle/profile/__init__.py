@@ -1,4 +1,4 @@
-"""Times and memory of layers on n devices, and costs of links: measured, or analytic where nothing was measured."""
+"""Times and memory of layers on n devices, and costs of links: measured, or computed from FLOPs and bytes."""
 
 from spindle.profile.abstract import abstract_profile
 from spindle.profile.communication import all_reduce_s, all_to_all_s, collective_latency_s, ring_bytes

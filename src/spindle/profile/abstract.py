@@ -1,12 +1,12 @@
-"""Abstract graphs: ops with known times, for users who already have them.
+"""Profiles of abstract graphs: ops whose times the user already has.
 
     {"ops": [{"name": "vision", "layers": 32, "time_s": {"1": 0.031, "2": 0.017}}, ...],
      "edges": [["vision", "lm"], ...]}
 
-`time_s` is seconds per layer, forward and backward together, on n devices; a third of it is forward. `forward_s` and
-`backward_s` may be given instead. An n that is not listed is not allowed. An op may have a `batch` and a `task` (the
-ops of one loss; an op without a task belongs to the ops it is connected with). Bytes are not known, so none are
-transferred.
+`time_s` is seconds per layer, forward and backward together, on n devices; a third of it is assumed to be forward.
+`forward_s` and `backward_s` may be given instead. An n that is not listed is not allowed. An op may have a `batch` and
+a `task` (all ops of one loss; an op without a task belongs to the task of the ops that it is connected with). Sizes of
+data are not known, so transfers take no time.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from spindle.profile.curve import Curve
 from spindle.profile.profile import Profile
 
 LEAVES_OUT = ("bytes: no transfer, gradient synchronisation, optimizer or memory is counted for an abstract graph",)
-# Beyond these limits a number is surely a mistake, and times could not be counted in nanoseconds.
+# Numbers beyond these limits are surely a mistake, and times could not be counted in integer nanoseconds.
 MAX_LAYERS, MAX_BATCH = 1_000_000, 1_000_000_000
 SHORTEST_S, LONGEST_S = 1e-9, 1e5
 _OP_FIELDS = ("name", "layers", "time_s", "forward_s", "backward_s", "batch", "task")
@@ -45,7 +45,7 @@ def abstract_profile(data: Mapping[str, Any], cluster: Cluster, where: str = "gr
         if metaop.name in positions:
             raise InputError(f"{where}: ops[{position}]: the name {metaop.name!r} is used twice; names must differ")
         positions[metaop.name] = position
-        usable = curve.up_to(cluster.num_devices)  # times for more devices than there are do no harm
+        usable = curve.up_to(cluster.num_devices)  # times on more devices than the cluster has are ignored
         if usable is None:
             raise ProfileError(
                 f"{where}: op {metaop.name!r} fits on no allowed number of devices: its times start at "

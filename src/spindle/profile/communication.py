@@ -1,6 +1,6 @@
 """Costs of collectives on a link.
 
-Not modelled: switches, protocols that change with the size, and the SMs that a collective takes from compute.
+Not modelled: switches, protocols that depend on the message size, and the SMs that a collective takes from compute.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ def ring_bytes(num_bytes: float, num_members: int) -> float:
 
 
 def collective_latency_s(num_members: int, latency_s: float) -> float:
-    """Latency of an all-reduce: the hops of a tree up and down, which libraries use for small messages."""
+    """Latency of an all-reduce: up and down a tree, the algorithm that libraries use for small messages."""
     return 2 * math.ceil(math.log2(num_members)) * latency_s
 
 
@@ -30,18 +30,15 @@ def all_reduce_s(num_bytes: float, num_members: int, link: Link) -> float:
 
 
 def all_to_all_s(num_bytes: float, num_members: int, link: Link, count: int = 1) -> float:
-    """Seconds of `count` all-to-alls inside one island of so many bytes on each member in all, with no other traffic on
-    its links."""
+    """Seconds of `count` all-to-alls inside one island, with no other traffic on its links. `num_bytes` is what each
+    member holds in all of them together."""
     fixed_s = 2 * link.latency_s if link.collective_s is None else link.collective_s
     return num_bytes * (num_members - 1) / num_members / link.bytes_per_s + count * fixed_s
 
 
 def tensor_group_s(cost: LayerCost, rows: int, degree: int, cluster: Cluster) -> float:
     """Seconds of the tensor-parallel all-reduces of one layer's forward over `rows`, on the slowest link inside an
-    island.
-
-    Backward all-reduces as many bytes of gradients.
-    """
+    island. Those of its backward take the same time, for gradients of the same size."""
     if degree == 1 or not (cost.tensor_share or cost.tensor_bytes):  # every member computes the whole layer
         return 0.0
     slowest = min((island.link for island in cluster.islands), key=lambda link: link.bytes_per_s)

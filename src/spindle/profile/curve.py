@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from bisect import bisect_left
 from dataclasses import dataclass, replace
 from itertools import pairwise
@@ -16,13 +17,15 @@ from spindle.workload import LayerCost
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Contention:
-    """How a layer shares a device with what runs on its other lanes: for each pass, pressure and fill.
+    """How a layer shares a device with layers on other lanes: (pressure, fill) of each pass.
 
-    *Pressure* is the slowdown minus one of a copy that runs at the same time. *Fill* is the time of several copies at
-    once over the time of as many one after another: 1 for a layer that fills the device alone. While passes run
-    together, each is slowed by the larger of 1 plus the pressure of the others, and the sum of all fills.
+    *Pressure* is the slowdown, minus one, of a copy of the layer that runs at the same time. *Fill* is the time of
+    several concurrent copies over the time of the same number one after another: 1 for a layer that fills the device
+    alone. Passes that run together are slowed by the larger of two factors: 1 plus the pressure of the others, and the
+    sum of all fills.
 
-    `inputs` and `weights` are those of the two parts of a split backward: of all of it where they were not measured.
+    `inputs` and `weights` are for the two halves of a split backward; if they were not measured, `backward` holds for
+    both.
     """
 
     forward: tuple[float, float]
@@ -48,11 +51,11 @@ class Contention:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SmTimes:
-    """How long a layer takes on some of the SMs of a device, and how much it slows down what runs on the others.
+    """How long a layer takes on some of the SMs of a device, and how much it slows down layers on the other SMs.
 
-    `forward` and `backward` are times over those on all SMs, for each measured number of SMs; the last is that of all
-    of them. `pressure` is the slowdown minus one, of each pass, of a copy on as many other SMs: bandwidth, caches and
-    power are shared.
+    `forward` and `backward` are times relative to the whole device, for each measured number of SMs; the last of
+    `num_sms` is the whole device. `pressure` is the slowdown, minus one, of each pass of a copy on the same number of
+    other SMs, with which it shares bandwidth, caches and power.
     """
 
     num_sms: tuple[int, ...]
@@ -71,7 +74,8 @@ class SmTimes:
             raise ProfileError(f"pressure is between 0 and 16, got {list(self.pressure)}")
 
     def on(self, num_sms: int) -> tuple[float, float]:
-        """Times of forward and backward on this many SMs, over those on all, interpolated between measurements."""
+        """Forward and backward time on this many SMs relative to the whole device, interpolated between
+        measurements."""
         if not self.num_sms[0] <= num_sms <= self.num_sms[-1]:
             raise ProfileError(f"no time is known for {num_sms} SMs; measured: {self.num_sms[0]} to {self.num_sms[-1]}")
         return (
@@ -85,11 +89,11 @@ class Curve:
     """Forward and backward seconds of one layer over its whole batch, for each allowed number of devices.
 
     A number that is not listed is not allowed: a curve neither interpolates nor extrapolates. `weight_s` is the part of
-    `backward_s` that computes weight gradients and may run later; empty if it is not known. `launch_s` is the host time
-    to launch the forward and the backward kernels of one layer, for any batch size; zero for layers that run as CUDA
-    graphs, and where it was not measured. `contention`, for each number of devices, is needed by plans with lanes;
-    empty where it was not measured. `sm_times` are needed by plans with quotas. `measured` are the numbers of devices
-    whose times were measured, where others lie between measurements; empty where no time was measured.
+    `backward_s` that computes weight gradients and may run later; empty if unknown. `launch_s` is the host time to
+    launch the forward and the backward kernels of one layer, for any batch size; zero for layers that run as CUDA
+    graphs, and if it was not measured. Plans with lanes need `contention` for each number of devices, plans with quotas
+    need `sm_times`. `measured` lists the numbers of devices whose times were measured, as opposed to interpolated;
+    empty if nothing was measured.
     """
 
     num_devices: tuple[int, ...]
@@ -120,8 +124,7 @@ class Curve:
                 f"a curve was measured on {list(self.measured)[:8]} devices, and has times for "
                 f"{_ranges(self.num_devices)}"
             )
-        times = np.asarray(self.forward_s + self.backward_s + self.launch_s)
-        if not (np.isfinite(times).all() and (times >= 0).all()):
+        if not all(0 <= time_s < math.inf for time_s in (*self.forward_s, *self.backward_s, *self.launch_s)):
             raise ProfileError("times must be finite and not negative")
         if self.contention and len(self.contention) != len(self.num_devices):
             raise ProfileError("a curve needs one contention for each number of devices, or none")
@@ -151,7 +154,7 @@ class Curve:
         return self.weight_s[bisect_left(self.num_devices, num_devices)] if self.weight_s else None
 
     def contention_on(self, num_devices: int) -> Contention:
-        """How a layer shares each of exactly this many devices; it must have been measured."""
+        """The contention of a layer that runs on exactly this many devices; it must have been measured."""
         self.times_s(num_devices)
         return self.contention[bisect_left(self.num_devices, num_devices)]
 
@@ -192,7 +195,7 @@ class Curve:
         )
 
     def on_sms(self, num_sms: int) -> Curve:
-        """The curve where each device gives a layer this many of its SMs."""
+        """The curve of a layer that has only this many SMs of each device."""
         if self.sm_times is None:
             raise ProfileError(
                 f"no time is known for {num_sms} SMs, only for whole devices; measure with Planning(quotas=True)"
@@ -207,7 +210,7 @@ class Curve:
 
     @property
     def launches(self) -> Curve:
-        """Host seconds to launch one layer, in place of its time on the devices."""
+        """A curve of the host seconds to launch one layer, in place of its time on the devices."""
         forward_s, backward_s = self.launch_s
         return replace(
             self,

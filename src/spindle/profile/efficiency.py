@@ -1,9 +1,9 @@
 """Tables of measured kernel efficiencies, by the size of the kernel.
 
 An efficiency is the roofline time (the larger of FLOPs over the peak and bytes over the bandwidth) divided by the
-measured time. So a table can be used for a device with other peaks; that its kernels are equally good is an assumption,
-and profiles say so. Between points, efficiency is linear in the logarithm of the size. Beyond the first or last point
-it is that of the edge, and every lookup returns whether the size was inside the table.
+measured time. So a table can be used for a device with other peaks, on the assumption, which profiles state, that its
+kernels are equally good. Between points, efficiency is linear in the logarithm of the size. Beyond the first or last
+point it is constant, and every lookup also returns whether the size was inside the table.
 """
 
 from __future__ import annotations
@@ -50,8 +50,7 @@ class GemmColumn:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AttentionTable:
-    """Attention of one head width, by the number of planes (instances times heads) and the length; one row for each
-    number of planes."""
+    """Attention of one head width, by the number of planes (sequences times heads), one row each, and by length."""
 
     head_width: int
     causal: bool
@@ -95,9 +94,9 @@ class MemoryTable:
 class Efficiencies:
     """Efficiencies of all kinds of kernels. Where there is no table, the `flat_` number holds for all sizes.
 
-    `gemm_grid` has a column for every pair of its outputs and inputs; a shape in `gemm` was measured itself and takes
-    precedence. `launch_s` is the overhead of each kernel; `network` is the share of a link's bandwidth that collectives
-    reach.
+    `gemm_grid` has a column for every pair of output and input sizes; shapes in `gemm` were measured themselves and
+    take precedence. `launch_s` is the overhead of each kernel; `network` is the share of a link's bandwidth that
+    collectives reach.
     """
 
     flat_gemm: float = 0.65
@@ -126,7 +125,7 @@ class Efficiencies:
 
 
 class Lookup:
-    """Looks up the efficiency of operators. Every method returns it with whether the size was inside the table."""
+    """Looks up the efficiency of operators. Every method also returns whether the size was inside the table."""
 
     def __init__(self, efficiencies: Efficiencies) -> None:
         self._efficiencies = efficiencies
@@ -137,7 +136,8 @@ class Lookup:
         self._memory = {table.kind: table for table in efficiencies.memory}
 
     def gemm(self, gemm: Gemm) -> tuple[float, bool]:
-        """Of a shape that was measured itself, or bilinear between the four nearest shapes of the grid."""
+        """The efficiency of this shape if it was measured itself, else interpolated between its neighbours in the
+        grid."""
         if gemm.pass_ not in ("forward", "input", "weight"):
             raise ProfileError(f"a GEMM's pass_ is forward, input or weight, got {gemm.pass_!r}")
         exact = self._exact.get((gemm.outputs, gemm.inputs))
@@ -155,7 +155,7 @@ class Lookup:
         return total, inside
 
     def attention(self, attention: Attention) -> tuple[float, bool]:
-        """From the table with the nearest head width, and with the same mask if there is one."""
+        """The efficiency in the table with the nearest head width, among tables with the same mask if there are any."""
         every_table = self._efficiencies.attention
         tables = [table for table in every_table if table.causal == attention.causal] or list(every_table)
         if not tables:

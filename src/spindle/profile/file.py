@@ -23,9 +23,10 @@ def read_profile(path: Path) -> Profile:
 
 
 def fitting(profile: Profile, graph: MetaGraph, num_devices: int, where: str) -> Profile:
-    """Use a profile for a graph, after checking that it was measured for the same ops, edges and parameters.
+    """The profile with this graph in place of its own. Refuses a profile that was measured for other ops, edges or
+    parameters.
 
-    Costs may differ: they come from tracing, on each run.
+    Costs of layers may differ, because every run traces them anew.
     """
     if profile.cluster.num_devices != num_devices:
         raise ProfileError(
@@ -41,7 +42,7 @@ def fitting(profile: Profile, graph: MetaGraph, num_devices: int, where: str) ->
                 f"{where} was measured for other tasks: it has {_describe(name, measured)}, this training has "
                 f"{_describe(name, current)}; measure again (spindle profile)"
             )
-    if list(measured) != list(current) or profile.graph.edges != graph.edges:
+    if list(measured) != list(current) or profile.graph.all_edges != graph.all_edges:
         raise ProfileError(f"{where} was measured for tasks in a different order; measure again (spindle profile)")
     if _weights(profile.graph) != _weights(graph):
         raise ProfileError(
@@ -52,7 +53,7 @@ def fitting(profile: Profile, graph: MetaGraph, num_devices: int, where: str) ->
 
 
 def _weights(graph: MetaGraph) -> list[tuple[str, int, bool]]:
-    """Without `is_split`, which is not looked for in a single process."""
+    """What must agree of the parameters. Not `is_split`, which a single process does not detect."""
     return [(parameter.name, parameter.num_elements, parameter.trainable) for parameter in graph.parameters]
 
 

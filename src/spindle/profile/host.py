@@ -11,12 +11,12 @@ from spindle.errors import ProfileError
 class HostOverhead:
     """Seconds of host time for each kind of launch, independent of how long the GPU takes.
 
-    A host launches in program order. It waits for messages before it launches what needs them, and runs at most `ahead`
-    passes ahead of its GPU, as ranks that share a GPU do (`run.step.Pace`).
+    A host launches in program order. It waits for a message before it launches the pass that needs it, and runs at most
+    `ahead` passes ahead of its GPU (`run.step.Pace`, for ranks that share a GPU).
     """
 
     step_s: float  # before the first pass of a step
-    task_s: float  # the same, for each task that the rank takes part in
+    task_s: float  # added to `step_s` for each task that the rank takes part in
     pass_s: float  # a forward or backward pass
     send_s: float  # a message to one other slot
     receive_s: float  # a message from one other slot

@@ -1,4 +1,4 @@
-"""How long items of different lengths take: from single items that were measured, and all of a batch together."""
+"""How long items (images, clips) of different lengths take, from measurements of single items and of a whole batch."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from spindle.errors import ProfileError
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ItemTimes:
-    """Seconds of one layer of an item call, on one device, on single items of these lengths. `together` are the lengths
-    of the items on which the op's curve was measured, all at once.
+    """Seconds of one layer of an item call, on one device, on single items of these lengths. The op's curve was
+    measured on a batch of items of lengths `together`.
 
-    Between measured lengths p the time of one item is a piece of a·p² + b·p + k through three neighbouring points.
-    Items of a part share launches, so that several take less than one by one: their time is that of `together`, by the
-    share of its work, and at least that of the longest item alone.
+    Between measured lengths p, the time of one item is a parabola a·p² + b·p + k through three neighbouring points.
+    Items of a part share kernel launches, so several take less time than the sum of each alone: the batch's time,
+    scaled by the part's share of its work, but at least the time of the longest item alone.
     """
 
     lengths: tuple[int, ...]
@@ -35,7 +35,8 @@ class ItemTimes:
         return _at(self.lengths, self.forward_s, length), _at(self.lengths, self.backward_s, length)
 
     def of_part(self, lengths: Sequence[int], together_s: tuple[float, float]) -> tuple[float, float]:
-        """Forward and backward seconds of a part with items of these lengths; `together_s` are those of `together`."""
+        """Forward and backward seconds of a part with items of these lengths; `together_s` are the times of the
+        batch."""
         forward_s, backward_s = (
             _part_s(self.lengths, times, lengths, self.together, whole_s)
             for times, whole_s in zip((self.forward_s, self.backward_s), together_s, strict=True)
@@ -44,20 +45,24 @@ class ItemTimes:
 
 
 def _part_s(
-    known: Sequence[int], times: Sequence[float], lengths: Sequence[int], together: Sequence[int], together_s: float
+    measured: Sequence[int],
+    times: Sequence[float],
+    lengths: Sequence[int],
+    reference: Sequence[int],
+    reference_s: float,
 ) -> float:
-    longest_s = _at(known, times, max(lengths))
+    longest_s = _at(measured, times, max(lengths))
     if len(lengths) == 1:
         return longest_s
-    share = sum(_work(known, times, length) for length in lengths) / sum(
-        _work(known, times, length) for length in together
+    share = sum(_work(measured, times, length) for length in lengths) / sum(
+        _work(measured, times, length) for length in reference
     )
-    return max(longest_s, together_s * share)
+    return max(longest_s, reference_s * share)
 
 
 def _work(lengths: Sequence[int], times: Sequence[float], length: int) -> float:
-    """The work of an item, a·p² + b·p through the two longest that were measured: shorter ones alone may take no longer
-    than their launches."""
+    """The work of an item: a·p² + b·p through the two longest measured lengths, because the time of a short item may be
+    nothing but launch overhead."""
     long_rate = times[-1] / lengths[-1]
     if len(lengths) == 1:
         return long_rate * length
@@ -67,8 +72,8 @@ def _work(lengths: Sequence[int], times: Sequence[float], length: int) -> float:
 
 
 def _at(lengths: Sequence[int], times: Sequence[float], length: int) -> float:
-    """The time at a length. Below the shortest it is that of the shortest; above the longest it grows as between the
-    last two, at least in proportion."""
+    """The time at a length. Below the shortest measured length it is constant; above the longest it grows at the rate
+    between the last two, and at least in proportion to the length."""
     if length <= lengths[0]:
         return times[0]
     if length > lengths[-1]:

@@ -1,7 +1,7 @@
-"""Memory of a device.
+"""Memory that parameters and activations need on a device.
 
 Counted: weights, gradients and optimizer state of the parameters a device uses; activations saved between a slot's
-forward and backward pass; one layer's activations as the working space of a backward pass. Not counted: allocator
+forward and backward pass; the working space of a backward pass, in activations of one layer. Not counted: allocator
 fragmentation, kernel workspaces, communication buffers beyond what is in flight.
 """
 
@@ -22,15 +22,15 @@ def state_bytes(graph: MetaGraph, parameter: int, tensor_degree: int = 1, num_ow
 
 
 def saved_bytes(op: MetaOp, rows: int, num_layers: int, tensor_degree: int, recompute: bool) -> int:
-    """Bytes that a slot saves on one device for its backward pass; with recomputation only the input of each layer."""
-    if op.cost is None:
+    """Bytes that a slot saves on one device for its backward pass; with `recompute`, only the input of each layer."""
+    if op.cost is None or num_layers == 0:
         return 0
     per_row = op.cost.recompute_bytes_at(tensor_degree) if recompute else op.cost.saved_bytes_at(tensor_degree)
     return int(rows * num_layers * per_row)
 
 
-# In units of one layer's activations. With recomputation, those of the layer that was just recomputed are alive, too:
-# counting tensors in real steps gave half as much on top of them.
+# Working space in units of one layer's activations. With recomputation, the activations of the recomputed layer are
+# alive as well: counting the tensors of real steps gave half of them in addition.
 _WORKING, _WORKING_RECOMPUTE = 1.0, 1.5
 
 

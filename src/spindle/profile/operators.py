@@ -43,7 +43,7 @@ class Gemm:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Attention:
-    """Attention of `count` sequences of equal length, each to itself; scores never reach memory (flash attention).
+    """Attention within each of `count` sequences of equal length; scores never reach memory (flash attention).
 
     Backward has 2.5 times the FLOPs of forward, because scores are recomputed.
     """
@@ -99,7 +99,7 @@ class Collective:
     """A ring collective of a tensor group over `num_bytes` (of all members together).
 
     With sequence parallelism an all-reduce is split into a reduce-scatter and an all-gather, each with half of its
-    bytes. In an all-to-all every member has its share of the bytes, and keeps the part of it that is its own.
+    bytes. In an all-to-all, every member holds 1/n of the bytes and sends all but 1/n of these.
     """
 
     kind: Literal["all_reduce", "all_gather", "reduce_scatter", "all_to_all"]
@@ -139,10 +139,10 @@ class LayerOperators:
 
 
 def sequence_shares(operators: LayerOperators, sequence_degree: int) -> LayerOperators:
-    """The operators on one member of a sequence group (Ulysses): it has a slice of the tokens and all weights; around
-    attention, slices of the tokens of all heads are exchanged for all tokens of a slice of the heads.
+    """The operators on one member of a sequence group (Ulysses), which has a slice of the tokens and all weights.
 
-    Gradients of weights are summed over the group with those of all other devices that hold them.
+    Around attention, all-to-alls exchange all heads of a slice of the tokens for all tokens of a slice of the heads.
+    Weight gradients need no collective here: they are reduced over all devices that hold the weights, as always.
     """
     if sequence_degree == 1:
         return operators
@@ -159,7 +159,7 @@ def _shares(operators: Iterable[Operator], degree: int) -> Iterator[Operator]:
             case Attention():
                 queries = operator.count * operator.queries * operator.heads * operator.head_width
                 keys = operator.count * operator.keys * operator.key_heads * operator.head_width
-                # Queries, keys and values go one way, the output the other; in backward their gradients go back.
+                # Queries, keys and values before attention, the output after it; in backward, their gradients.
                 inputs, outputs = float(_BYTES * (queries + 2 * keys)), float(_BYTES * queries)
                 yield Collective(kind="all_to_all", num_bytes=inputs, num_members=degree)
                 yield replace(operator, heads=-(-operator.heads // degree), key_heads=-(-operator.key_heads // degree))

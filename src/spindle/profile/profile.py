@@ -18,10 +18,10 @@ _MAX_SHOWN = 40  # ops, in a notebook
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Setting:
-    """Decisions that are made before scheduling: tensor degrees, what is recomputed, and whether optimizer state is
-    sharded.
+    """Decisions that are made before scheduling: the tensor degree of each op, which ops are recomputed, and whether
+    optimizer state is sharded.
 
-    The first two are by op. Ops of one module have the same degree, because a device always holds the same shard.
+    Ops of one module have the same degree, because a device always holds the same shard of its weights.
     """
 
     tensor_degrees: tuple[int, ...]
@@ -33,15 +33,22 @@ class Setting:
 class Profile:
     """Curves of every op: one for each tensor degree that it may have, in increasing degree.
 
-    `gangs`: times on n devices are opaque (given by hand), so the devices of a slot start together. `host_rates[k -
-    1]`: the speed of each device while k devices of its island are busy; empty if it does not matter. `overlap`:
-    slowdown of compute on a device that reduces gradients at the same time. `exchange_overlap`: slowdown of that
-    reduction. `gradients_stay`: gradients keep their memory from step to step, as with CUDA graphs. `lane_bytes`: what
-    libraries keep for each lane. `sends_stay`: sent gradients keep their memory until the step ends, as under gloo,
-    which does not report when they are sent. `host`: launch overhead, where hosts may be slower than their GPUs.
-    `leaves_out`: what is not modelled, in words. `measured_on`: where and when it was measured, if it was.
-    `item_times`: by op of an item call, how long single items take. `all_to_all`: the link of an island as all-to-alls
-    of its devices use it, where that was measured.
+    - `gangs`: times on n devices are opaque (given by hand), so the devices of a slot start together.
+    - `host_rates[k - 1]`: the relative speed of each device while k devices of its island are busy; empty if it does
+      not depend on k.
+    - `overlap`: slowdown of compute on a device that reduces gradients at the same time; `exchange_overlap`: slowdown
+      of that reduction.
+    - `gradients_stay`: gradients keep their memory from step to step, as with CUDA graphs.
+    - `lane_bytes`: memory that libraries allocate for each lane.
+    - `sends_stay`: sent gradients keep their memory until the step ends, as under gloo, which does not report when a
+      send has completed.
+    - `host`: launch overhead of hosts, which may be slower than their GPUs; None if it is not modelled.
+    - `leaves_out`: what is not modelled, in words.
+    - `measured_on`: where and when the profile was measured; empty if it was not.
+    - `item_times`: by op of an item call, how long single items take.
+    - `all_to_all`: the link inside an island as measured with all-to-alls.
+    - `gradient_sum_bytes_per_s`: rate of adding gradients to those of other slots that train the same parameter; None
+      if the measured times of layers include it, or if it is not modelled.
     """
 
     graph: MetaGraph
@@ -59,6 +66,7 @@ class Profile:
     measured_on: str = ""
     item_times: tuple[tuple[str, ItemTimes], ...] = ()
     all_to_all: Link | None = None
+    gradient_sum_bytes_per_s: float | None = None
     families: tuple[frozenset[str], ...] = field(init=False, repr=False, compare=False)  # modules with tied weights
 
     def __post_init__(self) -> None:
@@ -77,6 +85,8 @@ class Profile:
                 )
         if self.host_rates and min(self.host_rates) <= 0:
             raise ProfileError(f"host_rates must be above 0, got {self.host_rates}")
+        if self.gradient_sum_bytes_per_s is not None and not self.gradient_sum_bytes_per_s > 0:
+            raise ProfileError(f"gradient_sum_bytes_per_s must be above 0, got {self.gradient_sum_bytes_per_s}")
         if not min(self.overlap, self.exchange_overlap) >= 1:
             raise ProfileError(
                 f"overlap and exchange_overlap must be at least 1, got {self.overlap} and {self.exchange_overlap}"
@@ -88,7 +98,7 @@ class Profile:
         return f"Profile({self.graph.name!r} on {self.cluster.name!r}, {ops}{measured})"
 
     def _repr_html_(self) -> str:
-        """What notebooks show: the time of each op on as few devices as it may have."""
+        """What notebooks show: the time of each op on the smallest number of devices that it may have."""
         rows = [("", repr(self))]
         for op, (curve, *_) in zip(self.graph.metaops[:_MAX_SHOWN], self.curves[:_MAX_SHOWN], strict=True):
             time_s = op.num_layers * (curve.forward_s[0] + curve.backward_s[0])
@@ -99,7 +109,7 @@ class Profile:
 
     @property
     def exchange_link(self) -> Link:
-        """The link of all-to-alls inside an island: as measured, or the slowest that any island has."""
+        """The link for all-to-alls inside an island: as measured, else the slowest link of any island."""
         if self.all_to_all is not None:
             return self.all_to_all
         return min((island.link for island in self.cluster.islands), key=lambda link: link.bytes_per_s)
@@ -110,16 +120,16 @@ class Profile:
         return self.setting({})
 
     def family_of(self, module: str) -> frozenset[str]:
-        """A module with all modules that it shares weights with, directly or through others: they have one tensor
+        """A module and all modules that share weights with it, directly or through others; they have the same tensor
         degree."""
         return next((family for family in self.families if module in family), frozenset({module}))
 
     def setting(
         self, degrees: dict[str, int], recompute: frozenset[str] = frozenset(), shard_optimizer: bool = False
     ) -> Setting:
-        """Make a setting from degrees by module and names of ops to recompute.
+        """Make a setting from tensor degrees by module and names of ops to recompute.
 
-        A module without a given degree takes the largest one given in its family, else its own smallest.
+        A module without a degree takes the largest degree given for its family, else its own smallest.
         """
         degree_of = dict(degrees)
         for module in self.graph.modules if degrees else ():
@@ -139,7 +149,7 @@ class Profile:
         )
 
     def degrees_of(self, module: str) -> tuple[int, ...]:
-        """Degrees for which every op of a module and its family has a curve."""
+        """The tensor degrees for which every op of a module and its family has a curve."""
         family = self.family_of(module)
         choices = [
             {curve.tensor_degree for curve in curves}
@@ -173,16 +183,17 @@ class Profile:
         )
         return replace(self, curves=curves)
 
-    def restricted(self, graph: MetaGraph) -> Profile:
-        """The profile of a graph with a subset of the ops (fewer tasks)."""
+    def restricted(self, graph: MetaGraph, names_here: Mapping[str, str] | None = None) -> Profile:
+        """The profile of a graph with a subset of the ops (fewer tasks). `names_here` maps names of its ops to their
+        names in this profile, if they differ."""
         curves_of = {op.name: curves for op, curves in zip(self.graph.metaops, self.curves, strict=True)}
         names = {op.name for op in graph.metaops}
         item_times = tuple(entry for entry in self.item_times if entry[0] in names)
-        curves = tuple(curves_of[op.name] for op in graph.metaops)
+        curves = tuple(curves_of[(names_here or {}).get(op.name, op.name)] for op in graph.metaops)
         return replace(self, graph=graph, curves=curves, item_times=item_times)
 
     def up_to(self, num_devices: int) -> Profile:
-        """The profile on the first `num_devices` devices, where there are more: points for more are left out."""
+        """The profile on the first `num_devices` devices of the cluster; points of curves on more are left out."""
         if num_devices >= self.cluster.num_devices:
             return self
         curves = tuple(tuple(filter(None, (curve.up_to(num_devices) for curve in each))) for each in self.curves)

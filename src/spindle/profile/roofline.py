@@ -1,4 +1,4 @@
-"""Curves without measurements: a roofline with a fixed overhead per layer.
+"""Curves without measurements: a roofline model with a fixed overhead per layer.
 
 A layer on n devices, in tensor groups of d, takes ceil(batch / (n / d)) samples, so n need not divide the batch. Its
 time is the overhead, plus the larger of FLOPs over effective peak and bytes over effective bandwidth, plus the

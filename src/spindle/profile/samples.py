@@ -28,7 +28,7 @@ TENSOR_LEAVES_OUT = (
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LayerSamples:
     """Measured seconds of one layer at several numbers of rows on one device; `launch_s`, `contention` and `sm_times`
-    as in `Curve`. `weight_share` is the part of backward that computes weight gradients, if that is known."""
+    are as in `Curve`. `weight_share` is the part of backward that computes weight gradients, if known."""
 
     rows: tuple[int, ...]
     forward_s: tuple[float, ...]
@@ -97,8 +97,8 @@ def curve_from_samples(samples: LayerSamples, batch_size: int, max_devices: int)
 def tensor_curve(
     samples: LayerSamples, cost: LayerCost, batch_size: int, cluster: Cluster, degree: int
 ) -> Curve | None:
-    """The curve of a layer in tensor groups: the time of one device divided by the degree, plus all-reduces. None if no
-    size that it needs was measured."""
+    """The curve of a layer in tensor groups: the time on one device divided by the degree, plus all-reduces. None if
+    none of the sizes that it needs was measured."""
     points = []
     max_replicas = 1 if cost.whole_batch else min(cluster.num_tensor_groups(degree), batch_size)
     for num_replicas in range(1, max_replicas + 1):
@@ -124,7 +124,7 @@ def tensor_curve(
 def sampled_profile(
     graph: MetaGraph, cluster: Cluster, samples: Mapping[str, LayerSamples], host_rates: tuple[float, ...] = ()
 ) -> Profile:
-    """A profile from samples, by MetaOp name or, if that is missing, by module name."""
+    """A profile from measured samples, by name of the MetaOp or else of its module."""
     curves = []
     for op in graph.metaops:
         measured = samples.get(op.name) or samples.get(op.module or "")

@@ -5,9 +5,9 @@ a launch:
 
     max(α_flop · N_flop / F,  α_mem · N_mem / B_mem,  α_net · N_net / B_net) + launch        α = 1 / efficiency
 
-Efficiencies are flat numbers or measured tables (`efficiency`). A layer is evaluated once for each tensor degree, in
-whatever microbatch, stage or device it appears. So a batch of many microbatches costs as many evaluations as it has
-different shapes ("reuse in space and time", v1).
+Efficiencies are flat numbers or measured tables (`efficiency`). A layer is evaluated once for each tensor degree,
+however many microbatches, stages and devices it appears in. So a batch of many microbatches costs one evaluation for
+each distinct shape ("reuse in space and time", v1).
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ LEAVES_OUT = (
 
 
 class LayerShape(Protocol):
-    """A kind of layer with the sizes of one sub-microbatch; hashable, so that equal layers are evaluated once."""
+    """A kind of layer with the sizes of one sub-microbatch. Hashable, so that equal layers are evaluated once."""
 
     def operators(self, tensor_degree: int) -> LayerOperators: ...
 
@@ -62,8 +62,8 @@ class Semu:
 
     def __init__(self, kind: DeviceKind, link: Link, efficiencies: Efficiencies = Efficiencies()) -> None:  # noqa: B008
         self.kind, self.link, self.efficiencies = kind, link, efficiencies
-        self.evaluations = 0  # layers that were not found in the memo
-        self.beyond: set[str] = set()  # operators outside the measured sizes
+        self.evaluations = 0  # layers evaluated, without those found in the memo
+        self.beyond: set[str] = set()  # operators outside the measured sizes, as text
         self._lookup = Lookup(efficiencies)
         self._operators: dict[Operator, float] = {}
         self._layers: dict[tuple[LayerShape, int, int], LayerTime] = {}
@@ -71,7 +71,7 @@ class Semu:
 
     @staticmethod
     def of(cluster: Cluster, efficiencies: Efficiencies = Efficiencies()) -> Semu:  # noqa: B008
-        """For the device kind of a cluster, with the slowest link inside its islands."""
+        """Times on the devices of a cluster, with the slowest link inside its islands."""
         slowest = min((island.link for island in cluster.islands), key=lambda link: link.bytes_per_s)
         return Semu(cluster.kind, slowest, efficiencies)
 
@@ -100,7 +100,7 @@ class Semu:
                 launch_s += hops_s if measured_s is None else measured_s
             case _:
                 assert_never(operator)
-        if not inside:  # the efficiency is that of the table's edge, and `leaves_out` says so
+        if not inside:  # the efficiency at the table's edge was used, which `leaves_out` reports
             self.beyond.add(_size_text(operator))
         roofline_s = max(
             operator.flops / self.kind.peak_flops,
@@ -110,7 +110,7 @@ class Semu:
         return roofline_s / efficiency + launch_s
 
     def layer(self, shape: LayerShape, tensor_degree: int, sequence_degree: int = 1) -> LayerTime:
-        """One layer on one tensor group, or on a sequence group of so many of them."""
+        """The times of one layer on a sequence group of `sequence_degree` tensor groups."""
         key = (shape, tensor_degree, sequence_degree)
         if key not in self._layers:
             self.evaluations += 1
@@ -121,7 +121,7 @@ class Semu:
         return self._layers[key]
 
     def curve(self, shape: LayerShape, tensor_degree: int, sequence_degrees: tuple[int, ...] = (1,)) -> Curve:
-        """The curve of a layer on one tensor group, and on sequence groups of so many of them."""
+        """The curve of a layer on sequence groups of these numbers of tensor groups."""
         key = (shape, tensor_degree, sequence_degrees)
         curve = self._curves.get(key)
         if curve is None:

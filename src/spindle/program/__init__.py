@@ -1,7 +1,8 @@
-"""Programs: the instructions of every rank, lowering from a plan, and `verify`. Knows ranks, not torch."""
+"""Programs: the instructions of every rank, their lowering from a plan, and `verify`. Knows ranks, not torch."""
 
-from spindle.program.copies import COPIES_AHEAD, OffloadCopies, copies_in, offload_copies
-from spindle.program.instances import Instances, cut_by, instances_of, needed_pairs
+from spindle.program.columns import KINDS, Jagged
+from spindle.program.copies import COPIES_AHEAD, OffloadCopies, copies_in, copy_columns, offload_copies
+from spindle.program.instances import Instances, instances_of, needed_pairs
 from spindle.program.instructions import (
     COMPUTE,
     SYNC,
@@ -27,7 +28,8 @@ from spindle.program.memory import Memory, counts_bytes, refuse_overfull
 from spindle.program.moves import StateSharding, moves_between, moving_s, state_sharding
 from spindle.program.posted import posted_peaks
 from spindle.program.program import NUM_LANES, Bucket, Column, Flows, Link, Program, SlotShape
-from spindle.program.reshard import Join, item_runs, join_of, most_slices, slice_bounds
+from spindle.program.reshard import Join, item_runs, join_of, max_slices, slice_bounds
+from spindle.program.row_flows import placement_key
 from spindle.program.sharding import (
     Box,
     Piece,
@@ -48,6 +50,7 @@ from spindle.program.verify import describe_deadlock, verify
 __all__ = [
     "COMPUTE",
     "COPIES_AHEAD",
+    "KINDS",
     "NUM_LANES",
     "SYNC",
     "TRANSFER",
@@ -61,6 +64,7 @@ __all__ = [
     "GatherParameters",
     "Instances",
     "Instruction",
+    "Jagged",
     "Join",
     "Link",
     "Memory",
@@ -78,8 +82,8 @@ __all__ = [
     "code",
     "compute_lane",
     "copies_in",
+    "copy_columns",
     "counts_bytes",
-    "cut_by",
     "describe_deadlock",
     "flat_pieces",
     "format_program",
@@ -95,7 +99,7 @@ __all__ = [
     "launches_collectives",
     "lower",
     "main_replicas",
-    "most_slices",
+    "max_slices",
     "moves_between",
     "moving_s",
     "needed_pairs",
@@ -103,6 +107,7 @@ __all__ = [
     "offload_copies",
     "optimizer_sharding",
     "parse_program",
+    "placement_key",
     "posted_peaks",
     "refuse_overfull",
     "slice_bounds",

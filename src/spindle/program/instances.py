@@ -1,39 +1,37 @@
 """The dependency graph of a program, which both `verify` and the simulator execute.
 
-An *instance* is one instruction on one rank. It starts when the instances that it needs are done: the one before it on
+An *instance* is one instruction on one rank. It starts when the instances that it needs are done: the previous one on
 its lane, and those that produce its data.
 
-A *rendezvous* is work that several instances do together: a flow between two ranks, a collective, a gang of devices
-that run layers together, or one rank's own compute. It begins when all its members have started, and an instance is
-done when all its rendezvous are.
+A *rendezvous* is work that one or more instances do together: a flow between two ranks, a collective, layers that a
+gang of devices runs together, or one rank's own compute. It begins when all its members have started, and an instance
+is done when all its rendezvous are.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from itertools import pairwise
 
 import numpy as np
 
 from spindle.errors import ProgramError
-from spindle.program.instructions import (
-    Backward,
-    Exchange,
-    Forward,
-    GatherParameters,
-    OptimizerStep,
-    SyncGradients,
-    code,
-    lane_name,
+from spindle.program.columns import (
+    BACKWARD,
+    EXCHANGE,
+    FORWARD,
+    GATHER,
+    OPTIMIZER_STEP,
+    SYNC_GRADIENTS,
+    Jagged,
+    unique_objects,
 )
+from spindle.program.instructions import code, lane_name
 from spindle.program.program import Column, Program
-
-_BLOCK = 1 << 22  # most entries of a table of (pairs, ranks)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Instances:
-    """Columns by instance and by rendezvous. Lists of lists are stored as one list, cut at `..._starts`."""
+    """Columns by instance and by rendezvous. Jagged lists have a column of `..._starts`, as in `Jagged`."""
 
     instruction: Column
     rank: Column
@@ -45,11 +43,11 @@ class Instances:
     rendezvous_ids: Column
     member_starts: Column  # instances of this rendezvous
     members: Column
-    rendezvous_instruction: Column  # for timing: the instruction that a rendezvous belongs to
+    rendezvous_instruction: Column  # the instruction of each rendezvous, for its duration
 
     @property
     def arrays(self) -> tuple[Column, ...]:
-        """The arguments of the compiled loops of `verify` and the simulator, in order."""
+        """The common arguments of the compiled loops of `verify` and the simulator, in order."""
         return (
             self.num_needs,
             self.follower_starts,
@@ -70,7 +68,8 @@ class Instances:
 
 
 def instances_of(program: Program) -> Instances:
-    """Unfold a program. Raises a ProgramError if an instruction lacks a partner, or is twice on one rank."""
+    """The instances of a program. Raises a ProgramError if an instruction is missing on one of its ranks, or is twice
+    on a rank."""
     lanes = program.lanes
     sizes = [len(lane.instructions) for lane in lanes]
     instruction = np.concatenate([lane.instructions for lane in lanes])
@@ -85,144 +84,137 @@ def instances_of(program: Program) -> Instances:
         name = code(program.instructions[instruction[repeated]])
         raise ProgramError(f"rank {rank[repeated]} runs {name} twice on its {lane_name(lane_number[repeated])} lane")
 
-    sources, targets = _needs(program, where)
+    producers, consumers = _needs(program, where, instruction, rank)
     # On a lane, each instance waits for the one before it on the same rank.
     following = np.flatnonzero((rank[1:] == rank[:-1]) & (lane_number[1:] == lane_number[:-1]))
-    sources.append(following)
-    targets.append(following + 1)
-    source, target = np.concatenate(sources), np.concatenate(targets)
-    follower_starts, followers = cut_by(source, target, len(instruction))
+    source, target = np.append(producers, following), np.append(consumers, following + 1)
+    followers = Jagged.group_by(source, target, len(instruction))
 
     owners, member_starts, members = _all_rendezvous(program, where)
     rendezvous_of_member = np.repeat(np.arange(len(owners)), np.diff(member_starts))
-    rendezvous_starts, rendezvous_ids = cut_by(members, rendezvous_of_member, len(instruction))
+    rendezvous = Jagged.group_by(members, rendezvous_of_member, len(instruction))
     return Instances(
         instruction=instruction,
         rank=rank,
         lane=lane_number,
         num_needs=np.bincount(target, minlength=len(instruction)),
-        follower_starts=follower_starts,
-        followers=followers,
-        rendezvous_starts=rendezvous_starts,
-        rendezvous_ids=rendezvous_ids,
+        follower_starts=followers.starts,
+        followers=followers.values,
+        rendezvous_starts=rendezvous.starts,
+        rendezvous_ids=rendezvous.values,
         member_starts=member_starts,
         members=members,
         rendezvous_instruction=owners,
     )
 
 
-def cut_by(key: Column, value: Column, num_keys: int) -> tuple[Column, Column]:
-    """Group values by key: where the values of each key start, and the values in the order of their keys."""
-    starts = np.zeros(num_keys + 1, dtype=np.int64)
-    np.cumsum(np.bincount(key, minlength=num_keys), out=starts[1:])
-    return starts, value[np.argsort(key, kind="stable")]
-
-
 def needed_pairs(program: Program) -> Column:
-    """Pairs of instructions (producer, consumer) that depend on each other through data, on every rank that has
-    both."""
-    forward: dict[int, int] = {}
-    backward: dict[int, list[int]] = {}  # by slot: what computes input gradients, last layers first
-    weights: dict[int, list[int]] = {}  # and weight gradients: the same instructions unless backward is split
-    exchange: dict[tuple[int, bool], int] = {}
-    syncs: list[int] = []
-    gathers: list[tuple[int, int]] = []  # with the bucket
-    optimizer: list[int] = []
-    for number, instruction in enumerate(program.instructions):
-        match instruction:
-            case Forward(slot=slot):
-                forward[slot] = number
-            case Backward(slot=slot):
-                if instruction.makes_inputs:
-                    backward.setdefault(slot, []).append(number)
-                if instruction.makes_weights:
-                    weights.setdefault(slot, []).append(number)
-            case Exchange(link=link_number, backward=is_backward):
-                exchange[link_number, is_backward] = number
-            case SyncGradients():
-                syncs.append(number)
-            case GatherParameters(bucket=bucket):
-                gathers.append((number, bucket))
-            case OptimizerStep():
-                optimizer.append(number)
-    pairs: list[tuple[int, int]] = []
-    # A slot's forward, then its backward chunks, then the optimizer. Weight gradients of a chunk wait for its input
-    # gradients, which the chunk before it goes on from.
-    for slot, chunks in backward.items():
-        pairs.append((forward[slot], chunks[0]))
-        pairs += pairwise(chunks)
-        if weights[slot] != chunks:
-            pairs += zip(chunks, weights[slot], strict=True)
-            pairs += pairwise(weights[slot])
-        pairs += [(weights[slot][-1], step) for step in optimizer]
-    # Data between slots: through the exchange where rows move, and directly on a rank that keeps them.
-    for number, link in enumerate(program.links):
-        send_forward, send_backward = exchange[number, False], exchange[number, True]
-        producer, consumer = forward[link.producer], forward[link.consumer]
-        pairs += [(producer, send_forward), (send_forward, consumer), (producer, consumer)]
-        producer, consumer = backward[link.consumer][-1], backward[link.producer][0]
-        pairs += [(producer, send_backward), (send_backward, consumer), (producer, consumer)]
-    # Gradients: reduced after the last backward that adds to them, and before the optimizer.
-    for number in syncs:
-        instruction = program.instructions[number]
-        assert isinstance(instruction, SyncGradients)
-        pairs += [(after, number) for after in program.buckets[instruction.bucket].after]
-        pairs += [(number, step) for step in optimizer]
-    # Parameters of a sharded optimizer: gathered before the forward of every slot that uses them.
-    for number, bucket in gathers:
-        for after in program.buckets[bucket].after:
-            backward_pass = program.instructions[after]
-            assert isinstance(backward_pass, Backward)
-            pairs.append((number, forward[backward_pass.slot]))
+    """Pairs of instructions (producer, consumer): on every rank that runs both, the consumer needs the producer's
+    data."""
+    count, num_slots = len(program.instructions), len(program.slots)
+    columns = program.columns
+    steps = columns.of_kind(OPTIMIZER_STEP)
+    forward = np.full(num_slots, -1, dtype=np.int64)
+    forward[columns.index[columns.of_kind(FORWARD)]] = columns.of_kind(FORWARD)
+    # Lists by slot: its instructions that compute input gradients, last layers first, and those that compute weight
+    # gradients, which are the same instructions unless backward is split.
+    backward = columns.of_kind(BACKWARD)
+    makes_inputs, makes_weights = backward[columns.makes_inputs[backward]], backward[columns.makes_weights[backward]]
+    inputs = Jagged.group_by(columns.index[makes_inputs], makes_inputs, num_slots)
+    weights = Jagged.group_by(columns.index[makes_weights], makes_weights, num_slots)
+    (first_input, last_input), (_, last_weight) = inputs.first_and_last, weights.first_and_last
+    exchanges = columns.of_kind(EXCHANGE)
+    exchange = np.full((len(program.links), 2), -1, dtype=np.int64)
+    exchange[columns.index[exchanges], columns.is_backward[exchanges].astype(np.int64)] = exchanges
+    # Inside a slot: its forward, then its backward chunks, then the optimizer. The weight gradients of a chunk wait for
+    # its input gradients, and so does the next chunk.
+    slots = np.flatnonzero(inputs.sizes)
+    slot_of = np.repeat(np.arange(num_slots), inputs.sizes)
+    is_split = np.zeros(num_slots, dtype=bool)
+    is_split[slot_of[inputs.values != weights.values]] = True
+    inside = slot_of[1:] == slot_of[:-1]
+    split = is_split[slot_of]
+    sections = [
+        (forward[slots], first_input[slots], slots),
+        (inputs.values[:-1][inside], inputs.values[1:][inside], slot_of[1:][inside]),
+        (inputs.values[split], weights.values[split], slot_of[split]),
+        (
+            weights.values[:-1][inside & split[1:]],
+            weights.values[1:][inside & split[1:]],
+            slot_of[1:][inside & split[1:]],
+        ),
+        *((last_weight[slots], np.full(len(slots), step), slots) for step in steps),
+    ]
+    producers, consumers, of_slot = (np.concatenate(part) for part in zip(*sections, strict=True))
+    in_turn = np.argsort(np.argsort(first_input[slots]))  # slots as their backwards are listed
+    place_of_slot = np.zeros(num_slots, dtype=np.int64)
+    place_of_slot[slots] = in_turn
+    by_slot = np.argsort(place_of_slot[of_slot], kind="stable")
+    blocks = [np.stack([producers, consumers], axis=1)[by_slot]]
+    # Data between slots: through the exchange if rows move, and directly on a rank that keeps its rows.
+    producer = np.array([link.producer for link in program.links], dtype=np.int64)
+    consumer = np.array([link.consumer for link in program.links], dtype=np.int64)
+    for exchanged, produced, consumed in (
+        (exchange[:, 0], forward[producer], forward[consumer]),
+        (exchange[:, 1], last_input[consumer], first_input[producer]),
+    ):
+        blocks.append(np.stack([produced, exchanged, exchanged, consumed, produced, consumed], axis=1))
+    blocks[1:] = [np.concatenate(blocks[1:], axis=1).reshape(-1, 2)]
+    # Gradients are reduced after the last backward that adds to them, and before the optimizer.
+    for number in columns.of_kind(SYNC_GRADIENTS).tolist():
+        after = np.array(program.buckets[columns.index[number]].after, dtype=np.int64)
+        blocks.append(np.stack([after, np.full(len(after), number)], axis=1))
+        blocks.append(np.stack([np.full(len(steps), number), steps], axis=1))
+    # Parameters of a sharded optimizer are gathered before the forward of every slot that uses them.
+    for number in columns.of_kind(GATHER).tolist():
+        after = np.array(program.buckets[columns.index[number]].after, dtype=np.int64)
+        blocks.append(np.stack([np.full(len(after), number), forward[columns.index[after]]], axis=1))
+    pairs = np.concatenate(blocks)
+    _, first = np.unique(pairs[:, 0] * count + pairs[:, 1], return_index=True)  # each pair once
+    return pairs[np.sort(first)]
 
-    return np.array(list(dict.fromkeys(pairs)), dtype=np.int64).reshape(-1, 2)
 
-
-def _needs(program: Program, where: Column) -> tuple[list[Column], list[Column]]:
+def _needs(program: Program, where: Column, instruction: Column, rank: Column) -> tuple[Column, Column]:
     """The instances (producers, consumers) of `needed_pairs`."""
-    pairs = needed_pairs(program)
-    sources, targets = [], []
-    # In blocks of pairs: with thousands of ranks, one table for all pairs would be huge.
-    step = max(1, _BLOCK // program.num_ranks)
-    for start in range(0, len(pairs), step):
-        producers, consumers = where[pairs[start : start + step, 0]], where[pairs[start : start + step, 1]]
-        both = (producers >= 0) & (consumers >= 0)
-        sources.append(producers[both])
-        targets.append(consumers[both])
-    return sources, targets
+    producer, consumer = needed_pairs(program).T
+    instances = Jagged.group_by(instruction, np.arange(len(instruction)), len(program.instructions))
+    producers = instances.take(producer)
+    places = np.repeat(consumer * program.num_ranks, instances.sizes[producer]) + rank[producers]
+    consumers = where.ravel()[places]
+    has_both = consumers >= 0
+    return producers[has_both], consumers[has_both]
 
 
 def _all_rendezvous(program: Program, where: Column) -> tuple[Column, Column, Column]:
-    """All rendezvous in the order of instructions: their instructions, where their members start, and their members."""
-    owners: list[int] = []  # by instruction
-    counts: list[int] = []  # its number of rendezvous
-    sizes: list[int] = []  # members of each
-    ranks: list[Column] = []  # ranks of all members
-    size: int
-    members: Column
-    for number, instruction in enumerate(program.instructions):
-        match instruction:
-            case Forward(slot=slot) | Backward(slot=slot):
-                shape = program.slots[slot]
-                size = shape.group_size
-                members = shape.ranks
-            case Exchange(link=link, backward=is_backward):
-                flows = program.links[link].backward if is_backward else program.links[link].forward
-                size, members = 2, np.stack([flows.source, flows.destination], axis=1).ravel()
-            case SyncGradients(bucket=bucket) | GatherParameters(bucket=bucket):
-                members = program.buckets[bucket].ranks
-                size = len(members)
-            case OptimizerStep():
-                size, members = 1, np.flatnonzero(where[number] >= 0)
-        owners.append(number)
-        counts.append(len(members) // size)
-        sizes.append(size)
-        ranks.append(members)
-    owner = np.repeat(owners, counts)
+    """All rendezvous, in the order of instructions: their instructions, and their members as a jagged list (starts and
+    values)."""
+    columns = program.columns
+    slots, buckets = [shape.ranks for shape in program.slots], [bucket.ranks for bucket in program.buckets]
+    flows, flows_of = unique_objects(each for link in program.links for each in (link.forward, link.backward))
+    pairs = [np.stack([each.source, each.destination], axis=1).ravel() for each in flows]
+    steps = [np.flatnonzero(where[number] >= 0) for number in columns.of_kind(OPTIMIZER_STEP).tolist()]
+    # Lists of ranks that take part in instructions, and how many of them meet in each rendezvous.
+    lists = Jagged.concatenate([*slots, *pairs, *buckets, *steps])
+    sizes = np.array(
+        [
+            *(shape.group_size for shape in program.slots),
+            *(2 for _ in pairs),
+            *(len(ranks) for ranks in buckets),
+            *(1 for _ in steps),
+        ],
+        dtype=np.int64,
+    )
+    list_of = columns.index.copy()
+    exchanges = columns.of_kind(EXCHANGE)
+    list_of[exchanges] = len(slots) + flows_of[2 * columns.index[exchanges] + columns.is_backward[exchanges]]
+    list_of[(columns.kind == SYNC_GRADIENTS) | (columns.kind == GATHER)] += len(slots) + len(pairs)
+    list_of[columns.of_kind(OPTIMIZER_STEP)] = len(slots) + len(pairs) + len(buckets) + np.arange(len(steps))
+    counts = lists.sizes[list_of] // sizes[list_of]
+    owner = np.repeat(np.arange(len(list_of)), counts)
     starts = np.zeros(len(owner) + 1, dtype=np.int64)
-    np.cumsum(np.repeat(sizes, counts), out=starts[1:])
-    member_owner = np.repeat(owners, [len(members) for members in ranks])
-    member_rank = np.concatenate(ranks)
+    np.cumsum(np.repeat(sizes[list_of], counts), out=starts[1:])
+    member_owner = np.repeat(np.arange(len(list_of)), lists.sizes[list_of])
+    member_rank = lists.take(list_of)
     instances = where[member_owner, member_rank]
     if (instances < 0).any():  # a member does not have the instruction on its list
         missing = int(np.flatnonzero(instances < 0)[0])

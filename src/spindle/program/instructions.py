@@ -2,7 +2,7 @@
 
 An instruction is stored once, and appears in the lists of all ranks that take part in it; what differs between ranks
 (rows, peers) is looked up in the program. Each rank has lanes that run concurrently, each in its own order: compute,
-transfer, sync, and further compute lanes where a plan runs several slots on a device at the same time.
+transfer, sync, and further compute lanes if the plan runs several slots on a device at the same time.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ _LANES = ("compute", "transfer", "sync")
 
 
 def compute_lane(lane: int) -> int:
-    """The number in a program of a slot's lane on its device."""
+    """The lane of a program for a slot's lane on its device."""
     return COMPUTE if lane == 0 else SYNC + lane
 
 
 def is_compute(lane: int) -> bool:
-    """Whether a lane of a program, by number, runs slots."""
+    """Whether a lane of a program runs slots."""
     return lane == COMPUTE or lane > SYNC
 
 
@@ -36,7 +36,7 @@ def are_compute(lanes: NDArray[np.int64]) -> NDArray[np.bool_]:
 
 
 def lane_name(lane: int) -> str:
-    """What a lane of a program is called: compute, transfer, sync, compute1, compute2."""
+    """The name of a lane of a program: compute, transfer, sync, compute1, compute2."""
     return _LANES[lane] if lane < len(_LANES) else f"compute{lane - SYNC}"
 
 
@@ -51,8 +51,8 @@ class Forward:
 class Backward:
     """Run the backward of layers `[first, last)` of a slot.
 
-    A slot has several of these, last layers first, so that gradients are reduced while earlier layers still run. Where
-    its backward is split, each comes in two parts: input gradients (`part=INPUT`), and later weight gradients
+    A slot has several of these, last layers first, so that gradients are reduced while earlier layers still run. If its
+    backward is split, each chunk has two instructions: input gradients (`part=INPUT`), and later weight gradients
     (`part=WEIGHT`).
     """
 
@@ -73,7 +73,7 @@ class Backward:
 @dataclass(frozen=True, slots=True)
 class Exchange:
     """Send the rows of one link between the ranks of its producer and its consumer: activations forward, or their
-    gradients backward. All sends and receives of an exchange start together, in no order."""
+    gradients backward. All sends and receives of an exchange are posted together and may complete in any order."""
 
     link: int
     backward: bool
@@ -89,7 +89,7 @@ class SyncGradients:
 
 @dataclass(frozen=True, slots=True)
 class GatherParameters:
-    """All-gather the parameters of one bucket, of which each rank updated its shard in the step before."""
+    """All-gather the parameters of one bucket, after each rank updated its shard in the previous step."""
 
     bucket: int
 
@@ -107,7 +107,7 @@ _PASS = re.compile(r"([A-Z])(\d{1,9})\[(\d{1,9}):(\d{1,9})\]")
 
 
 def code(instruction: Instruction) -> str:
-    """The short name in the text form."""
+    """The short name of an instruction in the text form of programs."""
     match instruction:
         case Forward(slot=slot):
             return f"F{slot}"
@@ -124,7 +124,7 @@ def code(instruction: Instruction) -> str:
 
 
 def instruction_of_code(word: str) -> Instruction:
-    """The instruction that has this short name."""
+    """The inverse of `code`."""
     letter, digits = word[:1], word[1:]
     backward = _PASS.fullmatch(word)
     if backward is not None and letter in _PARTS:
@@ -141,7 +141,7 @@ def instruction_of_code(word: str) -> Instruction:
                 return SyncGradients(int(digits))
             case "G":
                 return GatherParameters(int(digits))
-    raise ValueError(f"{word!r} is no instruction; expected one such as F0, B0[0:4], X2 or U")
+    raise ValueError(f"{word!r} is not an instruction; expected for example F0, B0[0:4], X2 or U")
 
 
 def lane_of(instruction: Instruction, plan: Plan) -> int:

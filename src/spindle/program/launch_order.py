@@ -7,87 +7,69 @@ collective comes as early as its inputs allow. Each rank launches its own part o
 
 This cannot deadlock, even if each rank ran communication strictly one operation at a time: take the first operation in
 the global order that has not finished. On each of its ranks everything before it has finished, communication and the
-compute that it needs, so it is the next operation there, and can run.
+compute that it needs, so it is the next operation there and can run.
 """
 
 from __future__ import annotations
 
-import heapq
-from collections import defaultdict
-
 import numpy as np
 
 from spindle.errors import ProgramError
+from spindle.program.columns import BACKWARD, FORWARD, OPTIMIZER_STEP, Jagged
 from spindle.program.instances import needed_pairs
-from spindle.program.instructions import Backward, Forward, Instruction, OptimizerStep, code
+from spindle.program.instructions import Backward, Forward, Instruction, code
 from spindle.program.program import Column, Program
-
-Key = tuple[int, ...]
+from spindle.program.topological import topological_order
 
 
 def launch_order(program: Program) -> Column:
-    """The position of each instruction in the global order. Raises a ProgramError if there is no such order."""
+    """The position of each instruction in the global launch order. Raises a ProgramError if there is no such order."""
     count = len(program.instructions)
-    edges = _edges(program)
-    followers: dict[int, list[int]] = defaultdict(list)
-    num_needs = np.bincount(edges[:, 1], minlength=count)
-    for before, after in edges.tolist():
-        followers[before].append(after)
-    keys = _keys(program)
-    # Kahn's algorithm, with a heap for the priorities of what is ready.
-    ready = [(keys[number], number) for number in range(count) if num_needs[number] == 0]
-    heapq.heapify(ready)
+    before, after = _edges(program)
+    # Renumber instructions by priority, because `topological_order` takes the lowest number that is ready.
+    by_priority = _by_priority(program)
+    priority = np.empty_like(by_priority)
+    priority[by_priority] = np.arange(count)
+    followers = Jagged.group_by(priority[before], priority[after], count)
+    order = by_priority[
+        topological_order(np.bincount(priority[after], minlength=count), followers.starts, followers.values)
+    ]
     position = np.full(count, -1, dtype=np.int64)
-    for next_position in range(count):
-        if not ready:
-            raise ProgramError(_describe_cycle(program, edges, position))
-        _, number = heapq.heappop(ready)
-        position[number] = next_position
-        for follower in followers[number]:
-            num_needs[follower] -= 1
-            if num_needs[follower] == 0:
-                heapq.heappush(ready, (keys[follower], follower))
+    position[order] = np.arange(len(order))
+    if len(order) < count:
+        raise ProgramError(_describe_cycle(program, np.stack([before, after], axis=1), position))
     return position
 
 
 def launches_collectives(program: Program, instruction: Instruction) -> bool:
-    """Whether an instruction on the compute lane launches collectives: those of a tensor-parallel group, or the
-    reduction of a loss over its ranks."""
+    """Whether an instruction on a compute lane launches collectives: of its tensor-parallel or sequence groups, or to
+    reduce a loss over its ranks."""
     if not isinstance(instruction, Forward | Backward):
         return False
     shape = program.slots[instruction.slot]
     return shape.group_size > 1
 
 
-def _edges(program: Program) -> Column:
-    """Pairs (before, after): neighbours on a lane of any rank, and dependencies through data."""
-    count = len(program.instructions)
-    needs = needed_pairs(program)
-    pairs = [needs[:, 0] * count + needs[:, 1]]
+def _edges(program: Program) -> tuple[Column, Column]:
+    """Pairs (before, after) of instructions: neighbours on a lane of a rank, and dependencies through data. Neighbours
+    on several ranks are listed once for each rank."""
+    pairs = [needed_pairs(program)]
     for lane in program.lanes:
         rank = np.repeat(np.arange(program.num_ranks), np.diff(lane.starts))
         neighbours = np.flatnonzero(rank[1:] == rank[:-1])
-        pairs.append(lane.instructions[neighbours] * count + lane.instructions[neighbours + 1])
-    edges: Column = np.stack(np.divmod(np.unique(np.concatenate(pairs)), count), axis=1)
-    return edges
+        pairs.append(np.stack([lane.instructions[neighbours], lane.instructions[neighbours + 1]], axis=1))
+    before, after = np.concatenate(pairs).T
+    return before, after
 
 
-def _keys(program: Program) -> list[Key]:
-    """Priorities of instructions that are ready at the same time: communication before compute, and compute in the
-    order of the plan, so that communication is launched about when it is expected to run."""
-    places = program.places.tolist()
-    keys: list[Key] = []
-    for number, instruction in enumerate(program.instructions):
-        match instruction:
-            case Forward():
-                keys.append((1, places[number]))
-            case Backward(first=first):
-                keys.append((1, places[number], -first))
-            case OptimizerStep():
-                keys.append((2,))
-            case _:
-                keys.append((0,))
-    return keys
+def _by_priority(program: Program) -> Column:
+    """Instructions by decreasing priority among those that are ready at the same time: communication before compute,
+    and compute in the order of the plan, last layers of a backward first. So communication is launched about when it is
+    expected to run."""
+    columns = program.columns
+    is_pass = (columns.kind == FORWARD) | (columns.kind == BACKWARD)
+    group = np.where(is_pass, 1, np.where(columns.kind == OPTIMIZER_STEP, 2, 0))
+    return np.lexsort((-columns.first, np.where(is_pass, program.places, 0), group))
 
 
 def _describe_cycle(program: Program, edges: Column, position: Column) -> str:

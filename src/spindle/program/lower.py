@@ -1,8 +1,8 @@
-"""From a plan to a program: transfers by interval overlap, the mirrored backward, gradients synchronised as they
-become ready, parameters gathered before they are used where each rank has updated a part of them.
+"""Lower a plan to a program: transfers by interval overlap, the mirrored backward, gradients reduced as they become
+ready, and, with a sharded optimizer, parameters gathered before they are used.
 
-A pass for each of these, in this order: shapes of slots, links between them, backward chunks, gradient buckets, and
-last the order on every rank.
+One function for each, in this order: shapes of slots, links between them, backward chunks, gradient buckets, and the
+order of instructions on every rank.
 """
 
 from __future__ import annotations
@@ -10,11 +10,26 @@ from __future__ import annotations
 import math
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from operator import itemgetter
 
 import numpy as np
 
-from spindle.plan import BACKWARD, FOLDED, FORWARD, INPUT, WEIGHT, Plan, Slot, setting_of, slot_links, spans
+from spindle.plan import (
+    BACKWARD,
+    INPUT,
+    PASS_KINDS,
+    WEIGHT,
+    Pass,
+    Plan,
+    Slot,
+    pass_times,
+    setting_of,
+    slot_links,
+    spans,
+)
 from spindle.profile import Profile, Setting
+from spindle.program.columns import InstructionColumns, Jagged, columns_of, sorted_unique, unique_objects
 from spindle.program.instructions import (
     COMPUTE,
     SYNC,
@@ -28,14 +43,16 @@ from spindle.program.instructions import (
     SyncGradients,
     compute_lane,
 )
-from spindle.program.program import Bucket, Column, Flows, Lane, Link, Program, SlotShape, lane_from_pairs
+from spindle.program.parameter_uses import gradient_uses
+from spindle.program.program import Bucket, Column, Flows, Link, Program, SlotShape, lane_from_pairs
 from spindle.program.row_flows import bytes_per_row, flows_between, placement_key, share_bounds
 
-# Gradients are reduced while backward still runs; smaller chunks overlap more and cost more messages. A small model has
-# a few chunks. Where the measured fixed cost of a collective is large, a chunk has as many bytes as take that long.
+# Gradients are reduced while backward still runs; smaller chunks overlap more and need more messages. A small model has
+# `_NUM_CHUNKS` chunks. If the measured fixed cost of a collective is large, chunks are so large that reducing their
+# bytes takes as long.
 CHUNK_BYTES = 64e6
 _SMALL_CHUNK_BYTES, _NUM_CHUNKS = 1e6, 8
-_WEIGHT_CHUNKS = 8  # of a slot whose weight gradients have a lane: those of a chunk run beside the chunk before it
+_WEIGHT_CHUNKS = 8  # chunks of a slot with a weight lane: weight gradients of one overlap input gradients of the next
 
 
 def lower(
@@ -46,35 +63,30 @@ def lower(
 ) -> Program:
     """Lower a legal plan to a program; does not check the plan again.
 
-    `rows` gives the batch size of a task for a step in which it differs from the plan (a loader's short last batch).
-    `owning_ranks` gives, by parameter, devices that keep it from step to step even if no slot of this plan uses it
-    there: they get its gradient, too.
+    `rows` gives the batch sizes of tasks that differ from the plan in this step (a loader's short last batch).
+    `owning_ranks` gives, by parameter, the devices that keep it from step to step, even if no slot of this plan uses it
+    there: they receive its gradient, too.
     """
     setting = setting_of(plan, profile)
-    position = {op.name: index for index, op in enumerate(profile.graph.metaops)}
-    ops = [position[slot.op] for slot in plan.slots]
-    columns: dict[tuple[tuple[int, ...], int, int], tuple[Column, Column]] = {}
-    shapes = tuple(
-        _shape(profile, setting, slot, op, rows or {}, columns) for slot, op in zip(plan.slots, ops, strict=True)
-    )
+    ops = [profile.graph.positions[slot.op] for slot in plan.slots]
+    shapes = _shapes(plan, profile, setting, ops, rows or {})
     links = _links(profile, ops, shapes)
-    # Listed passes are one instruction each: weight gradients are complete only after the last of many passes, so
-    # cutting one gains nothing.
+    # If the plan lists passes, each backward is a single chunk: weight gradients are complete only after the last of
+    # many microbatches, so smaller chunks gain nothing.
     chunk_bytes = math.inf if plan.passes else _chunk_bytes(profile)
-    chunks = [_chunks(profile, setting, slot, op, chunk_bytes) for slot, op in zip(plan.slots, ops, strict=True)]
-    split = {pass_.slot for pass_ in plan.order if pass_.kind == WEIGHT}
+    order = plan.order
+    split = {pass_.slot for pass_ in order if pass_.kind == WEIGHT}
 
     instructions: list[Instruction] = [Forward(slot=number) for number in range(len(plan.slots))]
-    numbers: dict[Key, list[int]] = {(number, FORWARD): [number] for number in range(len(plan.slots))}
-    for number, bounds in enumerate(chunks):
-        for first, last in bounds:
+    for number, (slot, op) in enumerate(zip(plan.slots, ops, strict=True)):
+        for first, last in _chunks(profile, setting, slot, op, chunk_bytes):
             for part in (INPUT, WEIGHT) if number in split else (BACKWARD,):
-                numbers.setdefault((number, part), []).append(len(instructions))
                 instructions.append(Backward(slot=number, first=first, last=last, part=part))
-    clock = _clock(plan, profile)
-    ready = _ready(plan, instructions, clock)
+    passes = columns_of(instructions)
+    clock = _clock(plan, profile, setting, ops, order)
+    slot_ranks = Jagged.concatenate([shape.ranks for shape in shapes])
     owning_ranks = owning_ranks or {}
-    buckets = _buckets(plan, profile, setting, ops, instructions, ready, owning_ranks)
+    buckets = _buckets(plan, profile, setting, ops, instructions, _ready(plan, passes, clock), slot_ranks, owning_ranks)
     link_base = len(instructions)
     for number in range(len(links)):
         instructions += [Exchange(link=number, backward=False), Exchange(link=number, backward=True)]
@@ -85,30 +97,31 @@ def lower(
         instructions += [GatherParameters(bucket=number) for number in range(len(buckets))]
     instructions.append(OptimizerStep())
 
-    orders: dict[int, Order] = {compute_lane(lane): [] for lane in range(plan.num_lanes)}
-    for pass_ in plan.order:
-        slot = plan.slots[pass_.slot]
-        lane = compute_lane(slot.lane_of_weights if pass_.kind == WEIGHT else slot.lane)
-        orders[lane] += [(number, shapes[pass_.slot].ranks) for number in numbers[pass_.slot, pass_.kind]]
+    orders = _compute_orders(plan, order, passes, slot_ranks)
     orders[TRANSFER] = _transfer_order(plan, links, link_base, clock)
     if profile.graph.parameters:
-        # Also on ranks whose parameters no microbatch of this step uses: schedulers and norms are those of all ranks.
-        everywhere = [*(shape.ranks for shape in shapes), *(bucket.ranks for bucket in buckets)]
-        everywhere += [np.asarray(ranks) for ranks in owning_ranks.values()]
-        orders[COMPUTE].append((len(instructions) - 1, np.unique(np.concatenate(everywhere))))
-    sync: Order = []
+        # Ranks whose parameters no microbatch of this step uses update as well: learning-rate schedulers advance on all
+        # ranks, and gradient norms are reduced over all of them.
+        everywhere = [slot_ranks.values, *(bucket.ranks for bucket in buckets)]
+        everywhere += [np.array(ranks, dtype=np.int64) for ranks in set(owning_ranks.values())]
+        updating = sorted_unique(profile.cluster.num_devices, *everywhere)
+        numbers, ranks = orders[COMPUTE]
+        step = np.full(len(updating), len(instructions) - 1)
+        orders[COMPUTE] = np.append(numbers, step), np.append(ranks, updating)
+    number_of_bucket = np.arange(len(buckets))
+    collectives, reduced = bucket_base + number_of_bucket, number_of_bucket
     if plan.shard_optimizer:
-        # In the order in which the step needs them: one order for all ranks, here as below.
-        uses = [min(_place_of(plan, instructions[backward]) for backward in bucket.after) for bucket in buckets]
-        order = sorted(range(len(buckets)), key=lambda number: (uses[number], number))
-        sync += [(gather_base + number, buckets[number].ranks) for number in order]
-    sync += [(bucket_base + number, bucket.ranks) for number, bucket in enumerate(buckets)]
-    orders[SYNC] = sync
+        # Gathers come in the order in which the step needs them; like reductions, in one order for all ranks.
+        places = _dense_ranks(_rounds(plan)[passes.index], passes.index, passes.first)
+        uses = np.array([places[list(bucket.after)].min() for bucket in buckets], dtype=np.int64)
+        gathered = np.argsort(uses, kind="stable")
+        collectives, reduced = np.append(gather_base + gathered, collectives), np.append(gathered, reduced)
+    orders[SYNC] = _on_ranks(collectives, Jagged.concatenate([bucket.ranks for bucket in buckets]), reduced)
     return Program(
         plan=plan,
         num_ranks=profile.cluster.num_devices,
         instructions=tuple(instructions),
-        lanes=tuple(_lane(profile.cluster.num_devices, order) for _, order in sorted(orders.items())),
+        lanes=tuple(lane_from_pairs(profile.cluster.num_devices, *orders[lane]) for lane in sorted(orders)),
         slots=shapes,
         links=tuple(links),
         buckets=buckets,
@@ -116,66 +129,74 @@ def lower(
     )
 
 
-def _place_of(plan: Plan, instruction: Instruction) -> tuple[int, int, int]:
-    """The position of a backward instruction's layers in the forward order: round, slot, layer."""
-    assert isinstance(instruction, Backward)
-    return plan.slots[instruction.slot].round, instruction.slot, instruction.first
+def _rounds(plan: Plan) -> Column:
+    """The round of each slot."""
+    return np.array([slot.round for slot in plan.slots], dtype=np.int64)
 
 
-def _shape(
-    profile: Profile,
-    setting: Setting,
-    slot: Slot,
-    op: int,
-    rows: Mapping[str, int],
-    columns: dict[tuple[tuple[int, ...], int, int], tuple[Column, Column]],
-) -> SlotShape:
-    """How the rows of a slot are spread over its ranks. Slots with equal spreads share columns."""
-    degree = setting.tensor_degrees[op]
-    num_replicas = len(slot.devices) // degree
-    metaop = profile.graph.metaops[op]
-    num_rows, cost = rows.get(metaop.task, metaop.batch_size), metaop.cost
-    if num_rows is None or profile.gangs:
-        # The time on n devices is all that is known; whatever they share, each has an equal part of it.
-        num_rows = num_replicas
-    num_slices = num_rows * slot.sequence_degree
-    key = (slot.devices, num_slices, num_replicas)
-    if key not in columns:
-        columns[key] = (np.asarray(slot.devices, dtype=np.int64), share_bounds(num_slices, num_replicas))
-    ranks, bounds = columns[key]
-    return SlotShape(
-        op=op,
-        ranks=ranks,
-        bounds=bounds,
-        tensor_degree=degree,
-        gang=profile.gangs or (cost is not None and cost.meets),
-        sequence_degree=slot.sequence_degree,
-    )
+def _dense_ranks(*columns: np.ndarray) -> Column:
+    """The rank of each row in lexicographic order, by the first column first; equal rows have equal ranks."""
+    order = np.lexsort(columns[::-1])
+    ranks = np.zeros(len(order), dtype=np.int64)
+    for column in columns:
+        ranks[1:] |= column[order][1:] != column[order][:-1]
+    result = np.empty_like(ranks)
+    result[order] = np.cumsum(ranks)
+    return result
+
+
+def _shapes(
+    plan: Plan, profile: Profile, setting: Setting, ops: Sequence[int], rows: Mapping[str, int]
+) -> tuple[SlotShape, ...]:
+    """How the rows of each slot are spread over its ranks. Slots with equal placements share columns."""
+    columns: dict[tuple[tuple[int, ...], int, int], tuple[Column, Column]] = {}
+    shapes = []
+    for slot, op in zip(plan.slots, ops, strict=True):
+        degree, metaop = setting.tensor_degrees[op], profile.graph.metaops[op]
+        num_replicas = len(slot.devices) // degree
+        num_rows, cost = rows.get(metaop.task, metaop.batch_size), metaop.cost
+        if num_rows is None or profile.gangs:
+            # Only the time on n devices is known, not what they share: one row for each replica.
+            num_rows = num_replicas
+        num_slices = num_rows * slot.sequence_degree
+        key = (slot.devices, num_slices, num_replicas)
+        if key not in columns:
+            columns[key] = (np.asarray(slot.devices, dtype=np.int64), share_bounds(num_slices, num_replicas))
+        ranks, bounds = columns[key]
+        shapes.append(
+            SlotShape(
+                op=op,
+                ranks=ranks,
+                bounds=bounds,
+                tensor_degree=degree,
+                gang=profile.gangs or (cost is not None and cost.meets),
+                sequence_degree=slot.sequence_degree,
+            )
+        )
+    return tuple(shapes)
 
 
 def _links(profile: Profile, ops: list[int], shapes: tuple[SlotShape, ...]) -> list[Link]:
     links = []
     known: dict[tuple[int, ...], tuple[Flows, Flows]] = {}  # slots with equal placements have equal exchanges
-    for producer, consumer in slot_links(ops, profile.graph):
-        giver, taker = shapes[producer], shapes[consumer]
-        key = (*placement_key(giver), *placement_key(taker))
+    pairs = slot_links(ops, profile.graph)
+    producers, consumers = np.array(pairs, dtype=np.int64).reshape(-1, 2).T
+    row_bytes = bytes_per_row(profile.graph, shapes, producers, consumers)
+    placements = [placement_key(shape) for shape in shapes]
+    for (producer, consumer), num_bytes in zip(pairs, row_bytes, strict=True):
+        key = placements[producer] + placements[consumer]
         if key not in known:
-            known[key] = (flows_between(giver, taker), flows_between(taker, giver))
+            source, target = shapes[producer], shapes[consumer]
+            known[key] = (flows_between(source, target), flows_between(target, source))
         forward, backward = known[key]
         links.append(
-            Link(
-                producer=producer,
-                consumer=consumer,
-                bytes_per_row=bytes_per_row(profile.graph, giver, taker),
-                forward=forward,
-                backward=backward,
-            )
+            Link(producer=producer, consumer=consumer, bytes_per_row=num_bytes, forward=forward, backward=backward)
         )
     return links
 
 
 def _chunk_bytes(profile: Profile) -> float:
-    """Bytes of gradients that are synchronised together."""
+    """Bytes of gradients to reduce together."""
     numerics = profile.graph.numerics
     elements = sum(parameter.num_elements for parameter in profile.graph.parameters if parameter.trainable)
     links = [island.link for island in profile.cluster.islands]
@@ -186,6 +207,8 @@ def _chunk_bytes(profile: Profile) -> float:
 def _chunks(profile: Profile, setting: Setting, slot: Slot, op: int, chunk_bytes: float) -> list[tuple[int, int]]:
     """Layer ranges whose backward runs as one instruction, last layers first."""
     graph = profile.graph
+    if chunk_bytes == math.inf and not slot.has_weight_lane:
+        return [(slot.first, slot.last)]
     most_layers = -(-slot.num_layers // _WEIGHT_CHUNKS) if slot.has_weight_lane else slot.num_layers
     if not graph.metaops[op].parameters or profile.cluster.num_devices == 1:
         ends = range(slot.last, slot.first, -most_layers)
@@ -202,90 +225,114 @@ def _chunks(profile: Profile, setting: Setting, slot: Slot, op: int, chunk_bytes
     return chunks
 
 
-def _clock(plan: Plan, profile: Profile) -> dict[Key, tuple[int, float, float]]:
-    """By pass: a phase of the step, and from when to when in it. Passes and transfers are sorted by this clock.
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class _Clock:
+    """By kind of pass and slot: the phase of the step that it is in, its start and end in that phase, and its position
+    in the order of the plan. Passes and transfers are sorted by this clock."""
 
-    Folded slots have two phases for each round: forward in folded time, then backward in the same time reversed.
-    """
-    clock: dict[Key, tuple[int, float, float]] = {}
-    for span in spans(plan, profile):
-        phase = 2 * plan.slots[span.slot].round
-        if span.kind == FOLDED:
-            clock[span.slot, FORWARD] = (phase, span.start_s, span.end_s)
-            for kind in (INPUT, WEIGHT) if plan.slots[span.slot].has_weight_lane else (BACKWARD,):
-                clock[span.slot, kind] = (phase + 1, -span.end_s, -span.start_s)
-        else:
-            clock[span.slot, span.kind] = (phase, span.start_s, span.end_s)
-    return clock
+    phase: Column
+    start_s: np.ndarray
+    end_s: np.ndarray
+    place: Column
 
 
-def _ready(
-    plan: Plan, instructions: Sequence[Instruction], clock: Mapping[Key, tuple[int, float, float]]
-) -> dict[int, tuple[int, float]]:
-    """When each backward instruction ends; chunks of later layers end earlier, in proportion to their layers."""
-    ready: dict[int, tuple[int, float]] = {}
-    for number, instruction in enumerate(instructions):
-        if isinstance(instruction, Backward):
-            slot = plan.slots[instruction.slot]
-            phase, start_s, end_s = clock[instruction.slot, instruction.part]
-            layer_s = (end_s - start_s) / slot.num_layers
-            ready[number] = (phase, end_s - (instruction.first - slot.first) * layer_s)
-    return ready
+def _clock(plan: Plan, profile: Profile, setting: Setting, ops: Sequence[int], order: Sequence[Pass]) -> _Clock:
+    """The clock of a plan. A mirrored plan has two phases in each round: forward in folded time, then backward in
+    reversed folded time."""
+    shape = (len(PASS_KINDS), len(plan.slots))
+    phase, start_s, end_s = np.tile(2 * _rounds(plan), (len(PASS_KINDS), 1)), np.zeros(shape), np.zeros(shape)
+    kind, slot = _kinds(order), _slots(order)
+    if plan.passes:
+        keys = [(pass_.slot, pass_.kind) for pass_ in order]
+        start_s[kind, slot], end_s[kind, slot] = pass_times(plan.slots, ops, keys, profile, setting)
+    else:
+        forward, *backward = range(len(PASS_KINDS))
+        folded = spans(plan, profile)
+        start_s[:], end_s[:] = [span.start_s for span in folded], [span.end_s for span in folded]
+        start_s[backward], end_s[backward] = -end_s[forward], -start_s[forward]
+        phase[backward] += 1
+    place = np.zeros(shape, dtype=np.int64)
+    place[kind, slot] = np.arange(len(order))
+    return _Clock(phase=phase, start_s=start_s, end_s=end_s, place=place)
+
+
+def _kinds(order: Sequence[Pass]) -> Column:
+    """The position of each pass's kind in `PASS_KINDS`."""
+    number_of = {kind: number for number, kind in enumerate(PASS_KINDS)}
+    return np.array([number_of[pass_.kind] for pass_ in order], dtype=np.int64)
+
+
+def _slots(order: Sequence[Pass]) -> Column:
+    return np.array([pass_.slot for pass_ in order], dtype=np.int64)
+
+
+def _ready(plan: Plan, passes: InstructionColumns, clock: _Clock) -> Column:
+    """For each instruction, the rank of its backward's end among all ends. Chunks of later layers end earlier, in
+    proportion to the number of layers."""
+    kind, slot = passes.pass_kind, passes.index
+    num_layers = np.array([slot.num_layers for slot in plan.slots])
+    begins = np.array([slot.first for slot in plan.slots])
+    start_s, end_s = clock.start_s[kind, slot], clock.end_s[kind, slot]
+    layer_s = (end_s - start_s) / num_layers[slot]
+    return _dense_ranks(clock.phase[kind, slot], end_s - (passes.first - begins[slot]) * layer_s)
 
 
 def _buckets(
     plan: Plan,
     profile: Profile,
     setting: Setting,
-    ops: list[int],
-    instructions: list[Instruction],
-    ready: dict[int, tuple[int, float]],
+    ops: Sequence[int],
+    instructions: Sequence[Instruction],
+    ready: Column,
+    slot_ranks: Jagged,
     owning_ranks: Mapping[int, tuple[int, ...]],
 ) -> tuple[Bucket, ...]:
-    """Parameters grouped by their ranks and by the backward instructions they depend on, in the order in which they
-    become ready.
+    """Gradient buckets: parameters grouped by their ranks and by the backward instructions they depend on, in the order
+    in which they become ready.
 
     A parameter of tensor degree d is d shards; a device always holds the same one, so each shard has its own group.
     """
     graph = profile.graph
-    users: dict[int, list[tuple[int, int]]] = defaultdict(list)  # parameter -> (slot, backward instruction)
-    for backward, instruction in enumerate(instructions):
-        if isinstance(instruction, Backward) and instruction.makes_weights:
-            for layer in graph.metaops[ops[instruction.slot]].parameters[instruction.first : instruction.last]:
-                for parameter in layer:
-                    users[parameter].append((instruction.slot, backward))
+    training, users = gradient_uses(instructions, [graph.metaops[op].parameters for op in ops])
 
-    # Where ranks share the optimizer state of what they hold from step to step, buckets must be the same in every step:
-    # a block of parameters is reduced after all backwards that add to any of it, or left out.
+    # With a sharded optimizer, shards stay from step to step, so buckets must be the same in every step: a block of
+    # parameters is reduced after all backwards that add to any of them, or, if there are none, left out.
     blocks = _blocks(profile, owning_ranks) if plan.shard_optimizer else []
     block_of: dict[int, int] = {}
     own_uses = dict(users)
     for number, block in enumerate(blocks):
-        uses = [use for parameter in block for use in users.get(parameter, ())]
+        uses = {id(users[parameter]): users[parameter] for parameter in block if parameter in users}
         if uses:
-            users.update(dict.fromkeys(block, uses))
+            users.update(dict.fromkeys(block, np.unique(np.concatenate(list(uses.values())))))
             block_of.update(dict.fromkeys(block, number))
-    groups: dict[tuple[Users, tuple[int, ...], int, int, int | None], list[int]] = defaultdict(list)
-    for parameter, uses in sorted(users.items()):
+    # Parameters with the same uses share a column, so the identity of the column is the key.
+    groups: dict[tuple[int, tuple[int, ...], int, int, int | None], list[int]] = defaultdict(list)
+    for parameter, column in sorted(users.items(), key=itemgetter(0)):
         if graph.parameters[parameter].trainable:
-            slots = tuple(sorted({slot for slot, _ in uses}))
-            after = tuple(sorted({backward for _, backward in uses}))
-            # Weights that this step does not use are sharded as those that they are reduced with.
-            degree = setting.tensor_degrees[ops[own_uses.get(parameter, uses)[0][0]]]
-            using = (slots, owning_ranks.get(parameter, ()))
+            # A parameter that this step does not use has the tensor degree of the parameters it is reduced with.
+            first_use = training[int(own_uses.get(parameter, column)[0])][1]
+            degree = setting.tensor_degrees[ops[first_use.slot]]
+            idle_owners = owning_ranks.get(parameter, ())
             for shard in range(degree):
-                groups[using, after, degree, shard, block_of.get(parameter)].append(parameter)
+                groups[id(column), idle_owners, degree, shard, block_of.get(parameter)].append(parameter)
 
     place = np.asarray(profile.cluster.place_in_island)
-    ranks_of: dict[tuple[Users, int, int], Column] = {}
-    buckets: list[tuple[tuple[int, float], Bucket]] = []
-    for (using, after, degree, shard, _), parameters in groups.items():
-        if (using, degree, shard) not in ranks_of:
-            slots, idle_owners = using
-            ranks = np.unique([*(device for slot in slots for device in plan.slots[slot].devices), *idle_owners])
-            ranks_of[using, degree, shard] = ranks[place[ranks] % degree == shard]
-        ranks = ranks_of[using, degree, shard]
+    numbers = np.array([number for number, _ in training], dtype=np.int64)
+    slots = np.array([instruction.slot for _, instruction in training], dtype=np.int64)
+    after_of: dict[int, tuple[tuple[int, ...], int]] = {}
+    ranks_of: dict[tuple[int, tuple[int, ...]], Column] = {}
+    buckets: list[tuple[int, Bucket]] = []
+    for (use, idle_owners, degree, shard, _), parameters in groups.items():
+        column = users[parameters[0]]
+        if use not in after_of:
+            after_of[use] = tuple(numbers[column].tolist()), int(ready[numbers[column]].max())
+        if (use, idle_owners) not in ranks_of:
+            used_on = slot_ranks.take(np.unique(slots[column]))
+            ranks_of[use, idle_owners] = sorted_unique(profile.cluster.num_devices, used_on, idle_owners)
+        ranks = ranks_of[use, idle_owners]
+        ranks = ranks[place[ranks] % degree == shard]
         if len(ranks) > 1:
+            after, ready_at = after_of[use]
             elements = sum(graph.parameters[parameter].elements_at(degree) for parameter in parameters)
             bucket = Bucket(
                 parameters=tuple(parameters),
@@ -293,15 +340,15 @@ def _buckets(
                 ranks=ranks,
                 after=after,
             )
-            buckets.append((max(ready[backward] for backward in after), bucket))
-    # One global order for all ranks, so that overlapping groups cannot wait for each other in a circle.
+            buckets.append((ready_at, bucket))
+    # One global order for all ranks, so that overlapping groups cannot wait for each other in a cycle.
     buckets.sort(key=lambda entry: (entry[0], entry[1].parameters))
     return tuple(bucket for _, bucket in buckets)
 
 
 def _blocks(profile: Profile, owning_ranks: Mapping[int, tuple[int, ...]]) -> list[list[int]]:
-    """Trainable parameters that the same ranks hold from step to step, in order, a chunk of bytes in each block. They
-    follow from the owners alone, whatever the passes of a step use."""
+    """Blocks of trainable parameters with the same owning ranks, about a chunk of bytes each. They depend on the owners
+    alone, so they are the same whatever the passes of a step use."""
     graph = profile.graph
     chunk_bytes = _chunk_bytes(profile)
     blocks: list[list[int]] = []
@@ -319,39 +366,51 @@ def _blocks(profile: Profile, owning_ranks: Mapping[int, tuple[int, ...]]) -> li
     return blocks
 
 
-Key = tuple[int, str]  # a slot and a kind of pass
-Order = list[tuple[int, Column]]
-Users = tuple[tuple[int, ...], tuple[int, ...]]  # slots, and devices that keep a parameter without a slot
+Order = tuple[Column, Column]  # instructions and ranks, pair by pair
 
 
-def _transfer_order(
-    plan: Plan, links: list[Link], link_base: int, clock: Mapping[Key, tuple[int, float, float]]
-) -> Order:
-    """Exchanges as the passes end that make what is sent: as a whole the order of one run of the plan, so that no rank
-    waits for another in a circle. What one pass sends to several goes in the order of links, mirrored in backward where
-    the plan is."""
-    place = {(pass_.slot, pass_.kind): number for number, pass_ in enumerate(plan.order)}
-    backward = [INPUT if (number, INPUT) in place else BACKWARD for number in range(len(plan.slots))]
+def _on_ranks(numbers: Column, ranks: Jagged, lists: Column) -> Order:
+    """Instructions in order, each with the ranks of one list: instruction i with `ranks.of(lists[i])`."""
+    return np.repeat(numbers, ranks.sizes[lists]), ranks.take(lists)
 
-    def end_of(source: Key) -> tuple[int, float, int]:
-        phase, _, end_s = clock[source]
-        return phase, end_s, place[source]
 
-    keyed: list[tuple[tuple[int, float, int], int, int, Column]] = []
-    for number, link in enumerate(links):
-        forward_end, backward_end = end_of((link.producer, FORWARD)), end_of((link.consumer, backward[link.consumer]))
-        keyed.append((forward_end, number, link_base + 2 * number, _ranks_of(link.forward)))
-        mirrored = number if plan.passes else -number
-        keyed.append((backward_end, mirrored, link_base + 2 * number + 1, _ranks_of(link.backward)))
-    return [(number, ranks) for _, _, number, ranks in sorted(keyed, key=lambda entry: entry[:2])]
+def _compute_orders(
+    plan: Plan, order: Sequence[Pass], passes: InstructionColumns, slot_ranks: Jagged
+) -> dict[int, Order]:
+    """For each compute lane of the program, the instructions of its passes in the order of the plan."""
+    keys = passes.pass_kind * len(plan.slots) + passes.index
+    by_pass = Jagged.group_by(keys, np.arange(len(keys)), len(PASS_KINDS) * len(plan.slots))
+    wanted = _kinds(order) * len(plan.slots) + _slots(order)
+    lanes = np.array(
+        [
+            plan.slots[pass_.slot].lane_of_weights if pass_.kind == WEIGHT else plan.slots[pass_.slot].lane
+            for pass_ in order
+        ]
+    )
+    orders = {}
+    for lane in range(plan.num_lanes):
+        numbers = by_pass.take(wanted[lanes == lane])
+        orders[compute_lane(lane)] = _on_ranks(numbers, slot_ranks, passes.index[numbers])
+    return orders
+
+
+def _transfer_order(plan: Plan, links: Sequence[Link], link_base: int, clock: _Clock) -> Order:
+    """Exchanges in the order in which the passes that produce their data end. This is the order of one run of the plan,
+    so ranks cannot wait for each other in a cycle. Exchanges after the same pass are in the order of links, which is
+    reversed in the backward of a mirrored plan."""
+    is_split = np.zeros(len(plan.slots), dtype=bool)
+    is_split[[pass_.slot for pass_ in plan.order if pass_.kind == INPUT]] = True
+    producer = np.array([link.producer for link in links], dtype=np.int64)
+    consumer = np.array([link.consumer for link in links], dtype=np.int64)
+    # By link and direction: the kind and the slot of the pass that produces the data.
+    kind = np.stack([np.zeros_like(consumer), np.where(is_split[consumer], 2, 1)], axis=1).ravel()
+    slot = np.stack([producer, consumer], axis=1).ravel()
+    number = np.arange(len(links))
+    number = np.stack([number, number if plan.passes else -number], axis=1).ravel()
+    order = np.lexsort((number, clock.place[kind, slot], clock.end_s[kind, slot], clock.phase[kind, slot]))
+    flows, flows_of = unique_objects(each for link in links for each in (link.forward, link.backward))
+    return _on_ranks(link_base + order, Jagged.concatenate([_ranks_of(each) for each in flows]), flows_of[order])
 
 
 def _ranks_of(flows: Flows) -> Column:
     return np.unique(np.concatenate([flows.source, flows.destination]))
-
-
-def _lane(num_ranks: int, order: Order) -> Lane:
-    if not order:
-        return lane_from_pairs(num_ranks, np.zeros(0, dtype=np.int64), np.zeros(0, dtype=np.int64))
-    instructions = np.concatenate([np.full(len(ranks), number, dtype=np.int64) for number, ranks in order])
-    return lane_from_pairs(num_ranks, instructions, np.concatenate([ranks for _, ranks in order]))

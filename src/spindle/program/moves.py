@@ -1,4 +1,4 @@
-"""What must be sent when the plan changes, in bytes and seconds: weights and optimizer state.
+"""The cost of changing the plan: bytes of weights and optimizer state that ranks send each other, and seconds.
 
 The runtime sends the same bytes, but does not prefer sources in the same island.
 """
@@ -16,7 +16,7 @@ from spindle.program.sharding import Sharding, keep_unused, optimizer_sharding, 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StateSharding:
-    """Where weights and optimizer state are between two plans."""
+    """Which ranks hold which weights and optimizer state."""
 
     weights: Sharding
     optimizer: Sharding
@@ -33,7 +33,8 @@ class Move:
 
 
 def state_sharding(program: Program, graph: MetaGraph, before: StateSharding | None = None) -> StateSharding:
-    """Where a program has weights and optimizer state. What it does not use stays with one rank that had it before."""
+    """Where a program keeps weights and optimizer state. State that it does not use stays with one rank that had it
+    before."""
     weights = weight_sharding(program, graph)
     optimizer = optimizer_sharding(program, graph, weights)
     if before is None:
@@ -44,7 +45,7 @@ def state_sharding(program: Program, graph: MetaGraph, before: StateSharding | N
 
 
 def moves_between(before: StateSharding, after: StateSharding, graph: MetaGraph, cluster: Cluster) -> tuple[Move, ...]:
-    """What ranks send each other when the plan changes, from ranks of the same island where these have it."""
+    """What ranks send each other when the plan changes; from a rank of the same island if one has it."""
     num_bytes: Counter[tuple[str, int, int]] = Counter()
     for old, new, element_bytes in (
         (before.weights, after.weights, graph.numerics.parameter_bytes),
@@ -59,9 +60,8 @@ def moves_between(before: StateSharding, after: StateSharding, graph: MetaGraph,
 
 
 def moving_s(moves: tuple[Move, ...], cluster: Cluster) -> float:
-    """How long the busiest port takes: a device's own for all that it sends, or receives, and an island's uplink for
-    what its devices together send to others, or receive from them. Both directions run at once; latencies are left
-    out."""
+    """How long the busiest port takes. A device's port carries all that it sends or receives, an island's uplink what
+    its devices send to or receive from other islands. Directions are independent; latencies are left out."""
     island_of = cluster.island_of
     busy_s: dict[tuple[str, str, int], float] = defaultdict(float)
     for move in moves:

@@ -1,80 +1,72 @@
-"""Memory of ranks whose exchanges are posted as early as the runtime posts them.
+"""Peak memory of ranks, with exchanges posted as early as the runtime posts them.
 
-A rank posts its exchanges in the order of their lane, each as soon as what it sends exists. So a receive buffer may be
-allocated long before the exchange that the simulator times; when, depends on the rank's own order alone.
+A rank posts its exchanges in lane order, each as soon as the data that it sends exists. So a receive buffer may be
+allocated long before the exchange runs in the simulator; when it is allocated depends on the rank's own order alone.
 """
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Iterable
 
 import numpy as np
 
 from spindle.profile import Profile
-from spindle.program.instances import instances_of
-from spindle.program.instructions import COMPUTE, TRANSFER, Backward, Exchange, Forward
+from spindle.program.columns import BACKWARD, FORWARD
+from spindle.program.instructions import COMPUTE, TRANSFER
 from spindle.program.memory import Memory
 from spindle.program.program import Column, Program
+from spindle.program.row_flows import messages_of
 
 
 def posted_peaks(program: Program, profile: Profile, ranks: Iterable[int]) -> Column:
-    """The peak memory of some ranks.
+    """The peak memory of these ranks.
 
-    In addition to what `Memory` counts: the output of a slot until its backward has run, gradients that were received
-    for it, and, where sent gradients keep their memory until the step ends (`Profile.sends_stay`), those.
+    Counts, in addition to `Memory`: the output of a slot until its backward has run, received gradients of this output,
+    and, with `Profile.sends_stay`, sent gradients until the step ends.
     """
-    instances, memory = instances_of(program), Memory(program, profile)
-    at_start, at_end = memory.changes(instances)
-    outputs = np.zeros_like(memory.saved)
-    for number, shape in enumerate(program.slots):
-        cost = profile.graph.metaops[shape.op].cost
-        if cost is not None:
-            outputs[number, shape.ranks] = shape.rows_of_ranks() * cost.cut_bytes_at(shape.tensor_degree)
-    # By link and rank, and by slot and rank: bytes of gradients that arrive and that leave.
+    memory, columns = Memory(program, profile), program.columns
+    at_start, at_end = memory.changes_by_rank()
+    outputs = memory.outputs
+    # Bytes of gradients that arrive, by link and rank; and that arrive and leave, by slot and rank.
+    producer = np.array([link.producer for link in program.links], dtype=np.int64)
+    consumer = np.array([link.consumer for link in program.links], dtype=np.int64)
+    messages = messages_of(program.links, backward=True)
+    row_bytes = np.array([link.bytes_per_row for link in program.links], dtype=np.float64)[messages.link]
+    num_bytes = ((messages.last - messages.first) * row_bytes).astype(np.int64)
     arriving = np.zeros((len(program.links), program.num_ranks), dtype=np.int64)
     arrived, left = np.zeros_like(memory.saved), np.zeros_like(memory.saved)
-    for number, link in enumerate(program.links):
-        flows = link.backward
-        num_bytes = ((flows.last - flows.first) * link.bytes_per_row).astype(np.int64)
-        np.add.at(arriving[number], flows.destination, num_bytes)
-        np.add.at(left[link.consumer], flows.source, num_bytes)
-        arrived[link.producer] += arriving[number]
+    np.add.at(arriving, (messages.link, messages.destination), num_bytes)
+    np.add.at(left, (consumer[messages.link], messages.source), num_bytes)
+    np.add.at(arrived, producer, arriving)
+    begins = np.array([slot.first for slot in program.plan.slots], dtype=np.int64)
+    ends = np.array([slot.last for slot in program.plan.slots], dtype=np.int64)
 
     def peak(rank: int) -> int:
-        places = np.flatnonzero((instances.lane == COMPUTE) & (instances.rank == rank))
-        begin, end = at_start[places], at_end[places]
-        # By slot: after how many instructions its output exists, and the gradients of its inputs.
-        forwarded: dict[int, int] = defaultdict(int)
-        returned: dict[int, int] = defaultdict(int)
-        for place, number in enumerate(instances.instruction[places].tolist()):
-            match program.instructions[number]:
-                case Forward(slot=slot):
-                    forwarded[slot] = place + 1
-                    end[place] += outputs[slot, rank]
-                case Backward(slot=slot, first=first, last=last, makes_inputs=True):
-                    if last == program.plan.slots[slot].last:
-                        end[place] -= outputs[slot, rank] + arrived[slot, rank]
-                    if first == program.plan.slots[slot].first:
-                        returned[slot] = place + 1
-                        end[place] += left[slot, rank] if profile.sends_stay else 0
-                case _:
-                    pass
-        # Bytes of receive buffers by how many compute instructions are over when they are posted. `place` only grows:
-        # an exchange is not posted before one that stands before it in the lane.
-        posted = np.zeros(len(places) + 1, dtype=np.int64)
-        place = 0
-        for number in program.lanes[TRANSFER].of_rank(rank).tolist():
-            exchange = program.instructions[number]
-            assert isinstance(exchange, Exchange)
-            link = program.links[exchange.link]
-            if exchange.backward:
-                place = max(place, forwarded[link.producer], returned[link.consumer])
-                posted[place] += arriving[exchange.link, rank]
-            else:
-                place = max(place, forwarded[link.producer])
-                posted[place] += memory.arrived[exchange.link, rank]
-        # Live bytes while each instruction runs: what those before it left, what it takes, and all posted buffers.
+        numbers = program.lanes[COMPUTE].of_rank(rank)
+        begin, end = at_start[numbers, rank], at_end[numbers, rank]
+        kind, slot = columns.kind[numbers], columns.index[numbers]
+        # After how many instructions each slot's output exists, and the gradients of its inputs.
+        forwarded, returned = np.zeros(len(begins), dtype=np.int64), np.zeros(len(begins), dtype=np.int64)
+        places = np.flatnonzero(kind == FORWARD)
+        forwarded[slot[places]] = places + 1
+        end[places] += outputs[slot[places], rank]
+        is_backward = (kind == BACKWARD) & columns.makes_inputs[numbers]
+        places = np.flatnonzero(is_backward & (columns.last[numbers] == ends[slot]))
+        end[places] -= outputs[slot[places], rank] + arrived[slot[places], rank]
+        places = np.flatnonzero(is_backward & (columns.first[numbers] == begins[slot]))
+        returned[slot[places]] = places + 1
+        end[places] += left[slot[places], rank] if profile.sends_stay else 0
+        # Bytes of receive buffers, by the number of compute instructions before they are posted. It never decreases
+        # along the lane: an exchange is not posted before an earlier one.
+        exchanges = program.lanes[TRANSFER].of_rank(rank)
+        link, is_backward = columns.index[exchanges], columns.is_backward[exchanges]
+        place = np.where(
+            is_backward, np.maximum(forwarded[producer[link]], returned[consumer[link]]), forwarded[producer[link]]
+        )
+        posted = np.zeros(len(numbers) + 1, dtype=np.int64)
+        buffers = np.where(is_backward, arriving[link, rank], memory.arrived[link, rank])
+        np.add.at(posted, np.maximum.accumulate(place), buffers)
+        # Live bytes while each instruction runs: what earlier ones left, what it allocates, and all posted buffers.
         before = np.concatenate([[0], np.cumsum(begin + end)])
         live = before[:-1] + begin + np.cumsum(posted)[:-1]
         return int(memory.static_bytes[rank] + live.max(initial=0))

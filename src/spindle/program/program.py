@@ -6,24 +6,26 @@ over and over: a lane is one list of instruction numbers for all ranks, cut wher
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field, fields, replace
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from spindle.plan import FORWARD, INPUT, Plan
-from spindle.program.instructions import SYNC, Backward, Forward, Instruction, is_compute
+from spindle.plan import PASS_KINDS, Pass, Plan
+from spindle.program.columns import BACKWARD, InstructionColumns, Jagged, columns_of, instructions_of
+from spindle.program.instructions import COMPUTE, SYNC, Instruction, is_compute
 
 Column = NDArray[np.int64]
 
-NUM_LANES = SYNC + 1  # of a program whose devices run one slot at a time
+NUM_LANES = SYNC + 1  # lanes of a program whose devices run one slot at a time
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SlotShape:
     """How the batch of a slot is split: replica i, of `tensor_degree` ranks, has rows `[bounds[i], bounds[i+1])`.
 
-    An op without a batch is one row for each rank. With a `sequence_degree` s, each row is s slices of its tokens:
+    An op without a batch has one row for each replica. With a `sequence_degree` s, each row is s slices of its tokens:
     `bounds` count slices, and neighbouring groups share rows.
     """
 
@@ -31,7 +33,7 @@ class SlotShape:
     ranks: Column
     bounds: Column
     tensor_degree: int
-    gang: bool = False  # its ranks start together
+    gang: bool = False  # its ranks start their passes together
     sequence_degree: int = 1
 
     @property
@@ -44,11 +46,11 @@ class SlotShape:
 
     @property
     def group_size(self) -> int:
-        """How many ranks run collectives with each other inside a pass."""
+        """The number of ranks that run collectives with each other, or start together, in a pass."""
         return len(self.ranks) if self.gang else self.tensor_degree * self.sequence_degree
 
     def rows_of_ranks(self) -> NDArray[np.int64] | NDArray[np.float64]:
-        """The number of rows of each rank, in the order of `ranks`; fractions where a sequence group shares them."""
+        """The number of rows of each rank, in the order of `ranks`; fractions if a sequence group shares them."""
         slices = np.repeat(np.diff(self.bounds), self.tensor_degree)
         return slices if self.sequence_degree == 1 else slices / self.sequence_degree
 
@@ -67,7 +69,7 @@ class Flows:
 class Link:
     """Data that one slot sends to another: activations forward, gradients backward.
 
-    Rows are counted on a scale of the link's own, the coarsest on which the shares of both slots are whole numbers.
+    Rows are counted in a unit of the link's own, the largest of which the shares of both slots are integer multiples.
     """
 
     producer: int
@@ -89,7 +91,7 @@ class Bucket:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Lane:
-    """Instruction numbers of all ranks, rank after rank; rank r has `[starts[r], starts[r + 1])`."""
+    """Instruction numbers of all ranks: rank r runs `instructions[starts[r] : starts[r + 1]]`, in this order."""
 
     starts: Column
     instructions: Column
@@ -107,50 +109,71 @@ class Program:
     slots: tuple[SlotShape, ...]
     links: tuple[Link, ...]
     buckets: tuple[Bucket, ...]
-    # By parameter: ranks that hold it from step to step, whether or not their slots use it.
+    # Parameter → ranks that hold it from step to step, even if none of their slots uses it.
     owning_ranks: tuple[tuple[int, tuple[int, ...]], ...] = ()
+    columns: InstructionColumns = field(init=False, repr=False, compare=False)  # `instructions` as columns
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "columns", columns_of(self.instructions))
+
+    def __reduce__(self) -> Any:
+        """Pickle passes and instructions as columns: tens of thousands of small objects take longer to pickle than to
+        create again."""
+        values = {each.name: getattr(self, each.name) for each in fields(self) if each.init}
+        values["plan"] = replace(self.plan, passes=())
+        values["instructions"] = self.columns
+        passes = [pass_.slot for pass_ in self.plan.passes], [pass_.kind for pass_ in self.plan.passes]
+        return _unpickled, (values, passes)
+
+    @property
+    def compute_order(self) -> Jagged:
+        """For each rank, the instruction numbers of all its compute lanes in the order of the plan, in which its host
+        launches them."""
+        if len(self.lanes) == NUM_LANES:
+            return Jagged(starts=self.lanes[COMPUTE].starts, values=self.lanes[COMPUTE].instructions)
+        lanes = [lane for number, lane in enumerate(self.lanes) if is_compute(number)]
+        ranks = np.concatenate([np.repeat(np.arange(self.num_ranks), np.diff(lane.starts)) for lane in lanes])
+        numbers = np.concatenate([lane.instructions for lane in lanes])
+        order = np.lexsort((numbers, self.places[numbers], ranks))
+        return Jagged.group_by(ranks[order], numbers[order], self.num_ranks)
 
     def compute_of_rank(self, rank: int) -> list[int]:
-        """Instruction numbers of all compute lanes of a rank, in the order of the plan: that in which a host launches
-        them."""
-        numbers = [
-            number
-            for lane, columns in enumerate(self.lanes)
-            if is_compute(lane)
-            for number in columns.of_rank(rank).tolist()
-        ]
-        if len(self.lanes) == NUM_LANES:
-            return numbers
-        places = self.places
-        return sorted(numbers, key=lambda number: (places[number], number))
+        """The instruction numbers of a rank's compute order."""
+        numbers: list[int] = self.compute_order.of(rank).tolist()
+        return numbers
 
     @property
     def places(self) -> Column:
-        """By instruction: the position of its pass in the order of the plan; the last one for anything but forward and
-        backward."""
-        place = {(pass_.slot, pass_.kind): number for number, pass_ in enumerate(self.plan.order)}
-        places = np.full(len(self.instructions), len(place))
-        for number, instruction in enumerate(self.instructions):
-            match instruction:
-                case Forward(slot=slot):
-                    places[number] = place[slot, FORWARD]
-                case Backward(slot=slot, part=part):
-                    # Chunk by chunk: weight gradients are launched right behind their input gradients.
-                    is_weight_lane = self.plan.slots[slot].has_weight_lane
-                    places[number] = place[slot, INPUT if is_weight_lane else part]
-                case _:
-                    pass
+        """For each instruction, the position of its pass in the order of the plan; for anything but forward and
+        backward, the number of passes."""
+        order, columns = self.plan.order, self.columns
+        # By kind of pass and slot. On a weight lane, the weight gradients of a chunk are launched right after its input
+        # gradients, so both have the same place.
+        place = np.zeros((len(PASS_KINDS), len(self.plan.slots)), dtype=np.int64)
+        kinds = [PASS_KINDS.index(pass_.kind) for pass_ in order]
+        place[kinds, [pass_.slot for pass_ in order]] = np.arange(len(order))
+        _, _, inputs, weights = place
+        has_weight_lane = [slot.has_weight_lane for slot in self.plan.slots]
+        weights[has_weight_lane] = inputs[has_weight_lane]
+        places = np.full(len(self.instructions), len(order))
+        is_pass = np.flatnonzero(columns.kind <= BACKWARD)
+        places[is_pass] = place[columns.pass_kind[is_pass], columns.index[is_pass]]
         return places
 
     @property
     def num_instructions(self) -> int:
-        """The number of instructions of all ranks together."""
+        """The number of instructions of all ranks together; an instruction counts once for each rank that runs it."""
         return sum(len(lane.instructions) for lane in self.lanes)
+
+
+def _unpickled(values: dict[str, Any], passes: tuple[list[int], list[str]]) -> Program:
+    listed = tuple([Pass(slot=slot, kind=kind) for slot, kind in zip(*passes, strict=True)])
+    values["plan"] = replace(values["plan"], passes=listed)
+    values["instructions"] = instructions_of(values["instructions"])
+    return Program(**values)
 
 
 def lane_from_pairs(num_ranks: int, instructions: Column, ranks: Column) -> Lane:
     """A lane from (instruction, rank) pairs in program order."""
-    by_rank = np.argsort(ranks, kind="stable")
-    starts = np.zeros(num_ranks + 1, dtype=np.int64)
-    np.cumsum(np.bincount(ranks, minlength=num_ranks), out=starts[1:])
-    return Lane(starts=starts, instructions=instructions[by_rank])
+    by_rank = Jagged.group_by(ranks, instructions, num_ranks)
+    return Lane(starts=by_rank.starts, instructions=by_rank.values)

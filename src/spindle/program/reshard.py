@@ -1,9 +1,8 @@
-"""Which rows of a tensor belong to which items: cutting by item, and joining parts in item order; which slices of an
-item's tokens the members of a sequence group have. In integers.
+"""Index arithmetic of the ragged reshard between encoders and the code that consumes their outputs: which rows of a
+tensor belong to which items, and which slice of an item's tokens each member of a sequence group has.
 
-The parts of an item call have each item once between them, in any order. Their outputs, one after another, hold the
-rows of all items; joining puts them into the order of the items. Its adjoint sends each part the gradient of its own
-rows. Together that is the ragged reshard between encoders and the code that mixes their outputs with other rows.
+The parts of an item call together have each item once, in any order. Concatenating their outputs gives the rows of all
+items; joining puts these into the order of the items. Its adjoint gives each part the gradient of its own rows.
 """
 
 from __future__ import annotations
@@ -14,8 +13,8 @@ from itertools import accumulate
 
 
 def item_runs(rows: Sequence[int], items: Sequence[int]) -> list[tuple[int, int]]:
-    """The rows `[first, last)` of these items, in their order, where item i has `rows[i]` rows; neighbours are
-    merged."""
+    """The rows `[first, last)` of these items, in the order of `items`; adjacent ranges are merged. Item i has
+    `rows[i]` rows."""
     ends = [0, *accumulate(rows)]
     runs: list[tuple[int, int]] = []
     for item in items:
@@ -28,33 +27,33 @@ def item_runs(rows: Sequence[int], items: Sequence[int]) -> list[tuple[int, int]
 
 
 def slice_bounds(length: int, num_slices: int, alignment: int = 1) -> tuple[int, ...]:
-    """Bounds of the slices of an item of this length: multiples of `alignment` but for the end, as equal as can be. The
-    item must have a multiple for each slice to begin at (`most_slices`)."""
-    small, longer = divmod(most_slices(length, alignment), num_slices)
+    """Bounds of the slices of an item of this length, as equal as possible; all but the last are multiples of
+    `alignment`. `num_slices` must be at most `max_slices`."""
+    small, longer = divmod(max_slices(length, alignment), num_slices)
     shares = range(num_slices + 1)
     return tuple(min(length, alignment * (share * small + min(share, longer))) for share in shares)
 
 
-def most_slices(length: int, alignment: int) -> int:
-    """How many slices an item of this length may have."""
+def max_slices(length: int, alignment: int) -> int:
+    """The largest number of slices that an item of this length may be cut into."""
     return -(-length // alignment)
 
 
 @dataclass(frozen=True, slots=True)
 class Join:
-    """How the rows of parts become rows in item order: each part is split into runs of so many rows, and the runs are
-    concatenated in `order`, by part and number."""
+    """How the rows of parts become rows in item order: part p is split into runs of `sizes[p]` rows, and the runs are
+    concatenated in `order`, which names each run by its part and its number in it."""
 
     sizes: tuple[tuple[int, ...], ...]
     order: tuple[tuple[int, int], ...]
 
 
 def join_of(parts: Sequence[Sequence[int]], rows: Sequence[int]) -> Join:
-    """The join of parts that have each of `len(rows)` items once between them; item i has `rows[i]` rows."""
+    """The join of parts that together have each item once; item i has `rows[i]` rows."""
     place_of = {item: (part, place) for part, items in enumerate(parts) for place, item in enumerate(items)}
     assert sorted(place_of) == list(range(len(rows)))
     assert sum(map(len, parts)) == len(rows)
-    runs: list[tuple[int, int, int]] = []  # part, place of the first item in it, rows
+    runs: list[tuple[int, int, int]] = []  # part, position of its first item in the part, rows
     previous = (-1, -1)
     for item, count in enumerate(rows):
         part, place = place_of[item]
@@ -63,7 +62,7 @@ def join_of(parts: Sequence[Sequence[int]], rows: Sequence[int]) -> Join:
         else:
             runs.append((part, place, count))
         previous = (part, place)
-    in_part: list[list[int]] = [[] for _ in parts]  # numbers of runs, in the part's own order
+    in_part: list[list[int]] = [[] for _ in parts]  # the runs of each part, in the order of the part
     for number in sorted(range(len(runs)), key=lambda number: runs[number][:2]):
         in_part[runs[number][0]].append(number)
     position = {number: (part, place) for part, numbers in enumerate(in_part) for place, number in enumerate(numbers)}

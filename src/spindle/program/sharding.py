@@ -1,9 +1,8 @@
 """Which rank holds which slice of which parameter, and what ranks send each other when that changes.
 
-A `Sharding` maps parameter → rank → slice: `weight_sharding` of a program's weights, `optimizer_sharding` of the
-optimizer state over them. `transfer(old, new)` lists what has to be sent from one to the other. The same map and the
-same list serve weights and optimizer state at run time, and the predicted cost of a new plan. Knows elements, not
-bytes and not tensors.
+A `Sharding` maps parameter → rank → slice: `weight_sharding` for the weights of a program, `optimizer_sharding` for the
+optimizer state. `transfer(old, new)` lists what has to be sent when one becomes the other, at run time and for the
+predicted cost of a new plan. Counts elements; knows neither bytes nor tensors.
 """
 
 from __future__ import annotations
@@ -30,7 +29,7 @@ class Box:
         return prod(self.lengths)
 
     def overlap(self, box: Box) -> Box | None:
-        """The elements that both have; None where they have none in common."""
+        """The intersection of two boxes; None if it is empty."""
         if self == box:
             return self if self.num_elements else None
         offsets, lengths = [], []
@@ -43,8 +42,8 @@ class Box:
         return Box(tuple(offsets), tuple(lengths))
 
     def without(self, inner: Box) -> list[Box]:
-        """The elements outside `inner`, a box inside this one, as disjoint boxes: below and above it along the first
-        dimension, then along the second within its range of the first, and so on."""
+        """The elements outside `inner`, a box inside this one, as disjoint boxes: those before and after it along the
+        first dimension, then, within its range of the first, along the second, and so on."""
         rest = []
         offsets, lengths = list(self.offsets), list(self.lengths)
         for dim, (offset, length) in enumerate(zip(inner.offsets, inner.lengths, strict=True)):
@@ -63,9 +62,9 @@ class Box:
 
 @dataclass(frozen=True, slots=True)
 class Slice:
-    """What a rank holds of a parameter: elements `[first, last)`, in row-major order, of a box.
+    """The part of a parameter that a rank holds: elements `[first, last)`, in row-major order, of a box.
 
-    A whole parameter and a tensor-parallel shard are all elements of their box; a ZeRO-1 shard is a range of them.
+    A whole parameter and a tensor-parallel shard are all elements of a box; a ZeRO-1 shard is a range of them.
     """
 
     box: Box
@@ -96,15 +95,15 @@ class Slice:
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """The shape of the tensor that holds it. A range has as many dimensions as the parameter, because optimizers
-        use it to decide on weight decay."""
+        """The shape of the tensor that holds the slice. Even a range has as many dimensions as the parameter, because
+        optimizers use the number of dimensions to decide on weight decay."""
         lengths = self.box.lengths
         if self.num_elements == self.box.num_elements:
             return lengths
         return (*(1 for _ in lengths[1:]), self.num_elements)
 
     def boxes(self) -> Iterator[tuple[int, Box]]:
-        """The slice as disjoint boxes, each contiguous in its tensor, with where it begins there."""
+        """The slice as disjoint boxes, each contiguous in the slice's tensor, with its offset there."""
         begin = 0
         for offsets, lengths in _boxes_of_range(self.box.lengths, self.first, self.last):
             box = Box(tuple(a + b for a, b in zip(self.box.offsets, offsets, strict=True)), lengths)
@@ -116,7 +115,7 @@ def _boxes_of_range(
     lengths: tuple[int, ...], first: int, last: int
 ) -> Iterator[tuple[tuple[int, ...], tuple[int, ...]]]:
     """Offsets and lengths of boxes that cover elements `[first, last)` of a row-major box: the end of its first row,
-    whole rows, and the beginning of its last row, where each row is again such a range."""
+    whole rows, and the beginning of its last row. Partial rows are ranges themselves, in one dimension less."""
     if first >= last:
         return
     if last - first == prod(lengths):
@@ -124,7 +123,7 @@ def _boxes_of_range(
         return
     row_size = prod(lengths[1:])
     row, begin = divmod(first, row_size)
-    # The end of the first row, where the range begins inside it. It may end inside the same row.
+    # The end of the first row, if the range begins inside it. The range may end inside the same row.
     if begin:
         end = min(row_size, begin + last - first)
         for offsets, sizes in _boxes_of_range(lengths[1:], begin, end):
@@ -135,18 +134,17 @@ def _boxes_of_range(
     if num_rows:
         yield (row, *(0 for _ in lengths[1:])), (num_rows, *lengths[1:])
         row, first = row + num_rows, first + num_rows * row_size
-    # The beginning of the last row; nothing where `first == last` by now.
+    # The beginning of the last row; nothing if `first == last` by now.
     for offsets, sizes in _boxes_of_range(lengths[1:], 0, last - first):
         yield (row, *offsets), (1, *sizes)
 
 
-Sharding = Mapping[
-    str, Mapping[int, Slice]
-]  # by parameter: what each rank that holds any of it holds; never written to
+# Parameter → rank → the slice that it holds, for ranks that hold any of it; never modified.
+Sharding = Mapping[str, Mapping[int, Slice]]
 
 
 def main_replicas(slices: Mapping[int, Slice]) -> dict[int, Slice]:
-    """Each distinct slice of a parameter once, on the first rank that holds it."""
+    """Each distinct slice of a parameter once, with the first rank that holds it."""
     first_ranks: dict[Slice, int] = {}
     for rank, part in sorted(slices.items()):
         first_ranks.setdefault(part, rank)
@@ -154,11 +152,12 @@ def main_replicas(slices: Mapping[int, Slice]) -> dict[int, Slice]:
 
 
 def keep_unused(new: Sharding, old: Sharding) -> dict[str, Mapping[int, Slice]]:
-    """`new`, and what it leaves out of `old`: each slice stays with one rank that holds it, until it is used again."""
+    """`new`, and the parameters of `old` that it lacks: each slice of these stays with one rank until it is used
+    again."""
     return {**new, **{name: main_replicas(slices) for name, slices in old.items() if name not in new}}
 
 
-# What a program says.
+# Shardings of a program.
 
 
 def weight_sharding(
@@ -167,10 +166,10 @@ def weight_sharding(
     shapes: Sequence[Sequence[int]] | None = None,
     split_dims: Mapping[int, int] | None = None,
 ) -> dict[str, Mapping[int, Slice]]:
-    """What each rank holds of the weights: those of its slots, and those that it keeps as one of `owning_ranks`.
+    """Which slice of each parameter each rank holds: those of its slots, and those that it owns (`owning_ranks`).
 
-    `shapes` and `split_dims` are by position of the parameter in the graph. Without them a parameter is a row of
-    elements, which is enough to count what is sent. A parameter that no rank holds is not in the map.
+    `shapes` and `split_dims` are by position of the parameter in the graph. Without them parameters are treated as
+    one-dimensional, which is enough to count what is sent. A parameter that no rank holds is not in the map.
     """
     sharding: dict[str, Mapping[int, Slice]] = {}
     for number, places in enumerate(_tensor_places(program, graph)):
@@ -185,7 +184,7 @@ def weight_sharding(
 
 
 def _tensor_places(program: Program, graph: MetaGraph) -> list[dict[int, tuple[int, int]]]:
-    """By parameter, and by rank that holds it: which of how many tensor-parallel shards."""
+    """For each parameter, rank → (tensor-parallel shard that it holds, number of shards)."""
     places: list[dict[int, tuple[int, int]]] = [{} for _ in graph.parameters]
     for shape, slot in zip(program.slots, program.plan.slots, strict=True):
         layers = graph.metaops[shape.op].parameters[slot.first : slot.last]
@@ -194,7 +193,7 @@ def _tensor_places(program: Program, graph: MetaGraph) -> list[dict[int, tuple[i
             degree = shape.tensor_degree if graph.parameters[number].is_split else 1
             ranks = enumerate(shape.ranks.tolist())
             places[number].update((rank, (position % degree, degree)) for position, rank in ranks)
-    # Ranks that keep a parameter between steps hold the shard that they would hold as ranks of a slot.
+    # Owning ranks hold the shard that they would hold if a slot on all of them used the parameter.
     for number, owning_ranks in program.owning_ranks:
         degree = next((size for _, size in places[number].values()), 1)
         for position, rank in enumerate(owning_ranks):
@@ -205,7 +204,8 @@ def _tensor_places(program: Program, graph: MetaGraph) -> list[dict[int, tuple[i
 def optimizer_sharding(
     program: Program, graph: MetaGraph, weights: Sharding, dtypes: Sequence[Hashable] | None = None
 ) -> dict[str, Mapping[int, Slice]]:
-    """What each rank updates of the trainable weights: all that it holds, or its part of each flat bucket (ZeRO-1)."""
+    """Which slice of each trainable parameter each rank updates: all that it holds, or, with a sharded optimizer, its
+    part of each flat bucket (ZeRO-1)."""
     sharding: dict[str, Mapping[int, Slice]] = {
         parameter.name: weights[parameter.name]
         for parameter in graph.parameters
@@ -218,8 +218,8 @@ def optimizer_sharding(
             held = [weights[name][ranks[0]] for name in names]  # the ranks of a bucket hold the same shards
             _, pieces = flat_pieces([part.num_elements for part in held], len(ranks))
             for name, part, pieces_of_parameter in zip(names, held, pieces, strict=True):
-                # A parameter that tensor-parallel groups split is in a bucket for each shard: other buckets update the
-                # shards of other ranks.
+                # A parameter with tensor-parallel shards is in a bucket for each shard: keep the entries of ranks whose
+                # shards are in other buckets.
                 updated = {rank: part for rank, part in sharding[name].items() if rank not in ranks}
                 updated |= {
                     ranks[piece.part]: Slice(part.box, piece.first, piece.last) for piece in pieces_of_parameter
@@ -229,7 +229,7 @@ def optimizer_sharding(
 
 
 def numbers_by_dtype(bucket: Bucket, dtypes: Sequence[Hashable] | None = None) -> list[list[int]]:
-    """A bucket's parameters, by position in the graph: a list for each dtype, which is one flat tensor."""
+    """A bucket's parameters, by position in the graph: one list for each dtype, because each dtype is a flat tensor."""
     numbers: dict[Hashable, list[int]] = {}
     for number in bucket.parameters:
         numbers.setdefault(None if dtypes is None else dtypes[number], []).append(number)
@@ -238,7 +238,7 @@ def numbers_by_dtype(bucket: Bucket, dtypes: Sequence[Hashable] | None = None) -
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """Elements `[first, last)` of a tensor inside a flat one: from `begin` of a part on."""
+    """Elements `[first, last)` of a tensor, which lie in one part of a flat tensor, from `begin` on."""
 
     part: int
     begin: int
@@ -247,8 +247,8 @@ class Piece:
 
 
 def flat_pieces(sizes: Sequence[int], num_parts: int) -> tuple[int, list[list[Piece]]]:
-    """The size of a part when tensors of these sizes are laid end to end and cut into equal parts, wherever that
-    falls; and the pieces into which each tensor is cut."""
+    """Lay tensors of these sizes end to end and cut the result into equal parts, wherever the cuts fall. Returns the
+    size of a part, and the pieces of each tensor."""
     part_size = max(1, -(-sum(sizes) // num_parts))  # rounded up: the last part may be padded
     pieces: list[list[Piece]] = []
     start = 0
@@ -266,12 +266,12 @@ def flat_pieces(sizes: Sequence[int], num_parts: int) -> tuple[int, list[list[Pi
     return part_size, pieces
 
 
-# From one sharding to another.
+# Transfers from one sharding to another.
 
 
 @dataclass(frozen=True, slots=True)
 class Transfer:
-    """A box of a parameter that one rank sends to another. It lies inside one of the boxes of either's slice."""
+    """A box of a parameter that one rank sends to another; it lies inside one box of each one's slice."""
 
     parameter: str
     source: int
@@ -280,11 +280,11 @@ class Transfer:
 
 
 def transfer(old: Sharding, new: Sharding, island_of: Sequence[int] | None = None) -> list[Transfer]:
-    """What ranks send so that each has its slices under `new`, when they have those under `old`.
+    """What ranks that hold their slices under `old` send each other so that each holds its slices under `new`.
 
     Every element that a rank lacks is sent to it once, and none that it has. Of the ranks that hold an element, one in
-    the destination's island sends it, and among these the one that has sent least so far: large parameters are assigned
-    first, as in longest-processing-time scheduling. A parameter that `old` does not have is new and is left out. The
+    the destination's island is preferred, and among these the one that has sent least so far; large parameters are
+    assigned first, as in longest-processing-time scheduling. Parameters that `old` does not have are left out. The
     result depends on the two maps alone, so every rank computes the same list; the transfers of one parameter are
     consecutive.
     """
@@ -312,10 +312,11 @@ def _received(
     num_sent: Mapping[int, int],
     island_of: Sequence[int] | None,
 ) -> Iterator[tuple[Box, int]]:
-    """The boxes that a rank lacks of a slice, each with the rank that sends it. `num_sent` may grow meanwhile."""
+    """The boxes of a slice that a rank lacks, each with the rank that sends it. Callers may update `num_sent` between
+    boxes."""
     if part == own:
         return
-    # What the rank has already is never sent.
+    # What the rank already has is never sent.
     missing = [box for _, box in part.boxes()]
     for _, present in own.boxes() if own is not None else ():
         missing = [rest for box in missing for rest in _outside(box, present)]
@@ -323,8 +324,8 @@ def _received(
     def cost(rank: int) -> tuple[bool, int, int]:
         return island_of is not None and island_of[rank] != island_of[destination], num_sent[rank], rank
 
-    # Take a missing box, let the cheapest source send what it has of it, and put back what that leaves uncovered. Each
-    # turn covers at least one element, so this ends.
+    # Take a missing box, let the cheapest source send what it has of it, and put back the rest. Every iteration covers
+    # at least one element, so the loop ends.
     while missing:
         box = missing.pop()
         overlaps = [(overlap, ranks) for held, ranks in sources if (overlap := held.overlap(box)) is not None]

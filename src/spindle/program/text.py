@@ -36,7 +36,7 @@ def format_program(program: Program, profile: Profile) -> str:
 
 
 def parse_program(text: str, profile: Profile) -> Program:
-    """Parse the text form: lower its plan, and take the order on each rank from the text."""
+    """Parse the text form: lower its plan, but take the order of instructions on each rank from the text."""
     plan_text, _, lane_text = text.partition("---\n")
     program = lower(parse_plan(plan_text, profile), profile)
     number_of = {code(instruction): number for number, instruction in enumerate(program.instructions)}

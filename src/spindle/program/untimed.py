@@ -1,4 +1,4 @@
-"""The compiled loop of `verify`: run a program without time, starting everything that can start."""
+"""The compiled loop of `verify`: run a program without times, starting everything that can start."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ def run_untimed(num_needs, follower_starts, followers, rendezvous_starts, rendez
     done = np.zeros(num_instances, np.bool_)
     absent = member_starts[1:] - member_starts[:-1]
     unfinished = rendezvous_starts[1:] - rendezvous_starts[:-1]
-    # Instances that can start and have not.
+    # Instances that can start and have not started.
     stack = np.empty(num_instances + 1, np.int64)
     size = 0
     for instance in range(num_instances):
@@ -26,7 +26,7 @@ def run_untimed(num_needs, follower_starts, followers, rendezvous_starts, rendez
     while size > 0:
         size -= 1
         instance = stack[size]
-        # Start it. This may complete rendezvous, and with them instances that were started before.
+        # Start it. This may complete rendezvous, and with them instances that started earlier.
         num_finished = 0
         if unfinished[instance] == 0:
             finished[0] = instance

@@ -1,13 +1,12 @@
 """Prove that a program is safe to run: it does what its plan says, every instruction runs once on each of its ranks and
-on no other, every rank has its inputs, nothing deadlocks, and it fits into memory.
+on no other rank, every rank has its inputs, nothing deadlocks, and it fits into memory.
 
-What the columns of a program say (slots, links, buckets) is compared with the plan and the graph first. Then the ranks
-that take part in an instruction follow from these columns, and are compared with the ranks that have it on a lane. Each
-check visits each slot, link, bucket and instance once, so that programs for thousands of ranks are verified before
-every use.
+First the slots, links and buckets of the program are compared with the plan and the graph. These determine which ranks
+take part in each instruction, which is then compared with the ranks that have it on a lane. Each check visits each
+slot, link, bucket and instance once, so that programs for thousands of ranks can be verified before every use.
 
-For deadlocks, `verify` executes the program without time: it starts everything that can start, until nothing can. What
-is left over is the deadlock that would have happened.
+To find deadlocks, `verify` executes the program without times: it starts everything that can start, until nothing can.
+Instances that have not finished by then are the deadlock that would have happened.
 """
 
 from __future__ import annotations
@@ -17,33 +16,41 @@ from collections import Counter, defaultdict
 import numpy as np
 
 from spindle.errors import ProgramError
-from spindle.plan import format_devices, setting_of, slot_links
+from spindle.plan import PASS_KINDS, WEIGHT, format_devices, setting_of, slot_links
 from spindle.profile import Profile
+from spindle.program.columns import (
+    BACKWARD,
+    EXCHANGE,
+    FORWARD,
+    GATHER,
+    OPTIMIZER_STEP,
+    SYNC_GRADIENTS,
+    Jagged,
+    sorted_unique,
+    unique_objects,
+)
 from spindle.program.instances import Instances, instances_of
 from spindle.program.instructions import (
     COMPUTE,
     SYNC,
-    Backward,
-    Exchange,
-    Forward,
-    GatherParameters,
+    TRANSFER,
     Instruction,
-    OptimizerStep,
-    SyncGradients,
     code,
+    compute_lane,
     is_compute,
     lane_name,
     lane_of,
 )
 from spindle.program.launch_order import launch_order
 from spindle.program.memory import Memory, refuse_overfull
-from spindle.program.program import Bucket, Column, Flows, Program, SlotShape
+from spindle.program.parameter_uses import gradient_uses
+from spindle.program.program import Column, Flows, Program, SlotShape
 from spindle.program.row_flows import bytes_per_row, common_scale, placement_key
 from spindle.program.untimed import run_untimed
 
 
 def verify(program: Program, profile: Profile) -> None:
-    """Raise a ProgramError for the first thing that is wrong, or a DoesNotFitError if there is too little memory."""
+    """Raise a ProgramError for the first violation, or a DoesNotFitError if a device has too little memory."""
     _every_instruction_is_known(program, profile)
     _every_slot_has_its_shape(program, profile)
     _every_task_has_one_batch(program, profile)
@@ -68,11 +75,21 @@ def _every_instruction_is_known(program: Program, profile: Profile) -> None:
     """Each instruction is listed once, and slots of passes exist."""
     if program.num_ranks != profile.cluster.num_devices:
         raise ProgramError(f"the program has {program.num_ranks} ranks, the cluster {profile.cluster.num_devices}")
-    for instruction, count in Counter(program.instructions).items():
-        if count > 1:
+    columns = program.columns
+    flags = columns.makes_inputs, columns.makes_weights, columns.is_backward
+    rows = (columns.kind, columns.index, columns.first, columns.last, *flags)
+    order = np.lexsort(rows)
+    is_same = np.logical_and.reduce([row[order][1:] == row[order][:-1] for row in rows])
+    is_repeated = np.zeros(len(order), dtype=bool)
+    is_repeated[order[1:][is_same]] = is_repeated[order[:-1][is_same]] = True
+    num_slots = len(program.plan.slots)
+    is_unknown = (columns.kind <= BACKWARD) & ((columns.index < 0) | (columns.index >= num_slots))
+    for number in np.flatnonzero(is_repeated | is_unknown)[:1].tolist():
+        instruction = program.instructions[number]
+        if is_repeated[number]:
+            count = program.instructions.count(instruction)
             raise ProgramError(f"{code(instruction)} is listed {count} times among the program's instructions")
-        if isinstance(instruction, Forward | Backward):
-            _refuse_unknown(instruction, "slot", instruction.slot, len(program.plan.slots))
+        _refuse_unknown(instruction, "slot", int(columns.index[number]), num_slots)
 
 
 def _refuse_unknown(instruction: Instruction, what: str, index: int, count: int) -> None:
@@ -87,6 +104,7 @@ def _every_slot_has_its_shape(program: Program, profile: Profile) -> None:
         raise ProgramError(f"the program has {len(program.slots)} slots, its plan {len(program.plan.slots)}")
     metaops, degrees = profile.graph.metaops, setting_of(program.plan, profile).tensor_degrees
     devices: dict[int, tuple[int, ...]] = {}  # by id of a column: slots share columns
+    cuts: dict[tuple[int, int], bool] = {}
     for number, (slot, shape) in enumerate(zip(program.plan.slots, program.slots, strict=True)):
         op = metaops[shape.op]
         if op.name != slot.op:
@@ -111,14 +129,18 @@ def _every_slot_has_its_shape(program: Program, profile: Profile) -> None:
                 f"{slot.sequence_degree}"
             )
         num_replicas = len(slot.devices) // shape.tensor_degree
-        if len(shape.bounds) != num_replicas + 1 or shape.bounds[0] or (np.diff(shape.bounds) < 0).any():
+        key = (id(shape.bounds), num_replicas)
+        if key not in cuts:
+            bounds = shape.bounds
+            cuts[key] = len(bounds) == num_replicas + 1 and not bounds[0] and not (np.diff(bounds) < 0).any()
+        if not cuts[key]:
             raise ProgramError(
                 f"slot {number} ({slot.op}): bounds {shape.bounds.tolist()} do not cut a batch into {num_replicas}"
             )
 
 
 def _every_task_has_one_batch(program: Program, profile: Profile) -> None:
-    """All slots of a task have the batch of the plan, or all have the same other one: a loader's short last batch."""
+    """All slots of a task have the same batch: the plan's, or another one (a loader's short last batch)."""
     if profile.gangs:
         return  # rows stand for devices
     shapes_of: dict[str, list[SlotShape]] = defaultdict(list)
@@ -133,77 +155,104 @@ def _every_task_has_one_batch(program: Program, profile: Profile) -> None:
 
 
 def _every_slot_runs(program: Program) -> None:
-    """Every slot has a forward, and a backward over each of its layers, last layers first, for input and for weight
-    gradients. That the right ranks run them is checked with the instances."""
-    parts: list[dict[int, list[tuple[int, int]]]] = [
-        {number: [] for number in range(len(program.plan.slots))} for _ in range(2)
+    """Every slot has one forward, and a backward over each of its layers, last layers first, for input and for weight
+    gradients. Which ranks run them is checked with the instances."""
+    columns, slots = program.columns, program.plan.slots
+    order = program.plan.order
+    has_pass = np.zeros((len(PASS_KINDS), len(slots)), dtype=bool)
+    has_pass[[PASS_KINDS.index(pass_.kind) for pass_ in order], [pass_.slot for pass_ in order]] = True
+    backward = columns.of_kind(BACKWARD)
+    for number in backward[~has_pass[columns.pass_kind[backward], columns.index[backward]]][:1]:
+        raise ProgramError(f"{code(program.instructions[number])} is a pass that the plan does not have")
+    # Lists by slot: the instructions that compute input gradients, and those that compute weight gradients.
+    parts = [
+        Jagged.group_by(columns.index[numbers], numbers, len(slots))
+        for numbers in (backward[columns.makes_inputs[backward]], backward[columns.makes_weights[backward]])
     ]
-    forwards = set()
-    passes = {(pass_.slot, pass_.kind) for pass_ in program.plan.order}
-    for instruction in program.instructions:
-        if isinstance(instruction, Backward):
-            if (instruction.slot, instruction.part) not in passes:
-                raise ProgramError(f"{code(instruction)} is a pass that the plan does not have")
-            for chunks, is_computed in zip(parts, (instruction.makes_inputs, instruction.makes_weights), strict=True):
-                if is_computed:
-                    chunks[instruction.slot].append((instruction.first, instruction.last))
-        elif isinstance(instruction, Forward):
-            forwards.add(instruction.slot)
-    for number, slot in enumerate(program.plan.slots):
-        for chunks in parts:
-            covered = chunks[number]
-            starts = [slot.last, *(first for first, _ in covered)]
-            if [last for _, last in covered] != starts[:-1] or starts[-1] != slot.first:
-                text = ", ".join(f"[{first}, {last})" for first, last in covered) or "none"
+    begins = np.array([slot.first for slot in slots], dtype=np.int64)
+    ends = np.array([slot.last for slot in slots], dtype=np.int64)
+    wrong = np.zeros((len(parts), len(slots)), dtype=bool)
+    for is_wrong, chunks in zip(wrong, parts, strict=True):
+        first, last = columns.first[chunks.values], columns.last[chunks.values]
+        slot_of = np.repeat(np.arange(len(slots)), chunks.sizes)
+        expected = np.append(0, first)[:-1]  # each chunk ends at the layer with which the previous one begins
+        filled = chunks.sizes > 0
+        expected[chunks.starts[:-1][filled]] = ends[filled]
+        is_wrong[slot_of[last != expected]] = True
+        is_wrong[filled] |= first[chunks.starts[1:][filled] - 1] != begins[filled]
+        is_wrong[~filled] |= begins[~filled] != ends[~filled]
+    is_uneven = parts[0].sizes != parts[1].sizes
+    if not is_uneven.any():
+        inputs, weights = (part.values for part in parts)
+        differs = (columns.first[inputs] != columns.first[weights]) | (columns.last[inputs] != columns.last[weights])
+        is_uneven[np.repeat(np.arange(len(slots)), parts[0].sizes)[differs]] = True
+    is_missing = np.ones(len(slots), dtype=bool)
+    is_missing[columns.index[columns.of_kind(FORWARD)]] = False
+    for number in np.flatnonzero(wrong.any(axis=0) | is_uneven | is_missing)[:1].tolist():
+        slot = slots[number]
+        for is_wrong, chunks in zip(wrong[:, number], parts, strict=True):
+            covered = chunks.values[chunks.starts[number] : chunks.starts[number + 1]]
+            text = ", ".join(f"[{columns.first[chunk]}, {columns.last[chunk]})" for chunk in covered) or "none"
+            if is_wrong:
                 raise ProgramError(
                     f"the backward of slot {number} ({slot.op}) covers layers {text}, "
                     f"expected [{slot.first}, {slot.last}), last layers first"
                 )
-        if parts[0][number] != parts[1][number]:
+        if is_uneven[number]:
             raise ProgramError(f"slot {number} ({slot.op}) computes input and weight gradients in other chunks")
-        if number not in forwards:
-            raise ProgramError(f"slot {number} ({slot.op}) has no forward")
+        raise ProgramError(f"slot {number} ({slot.op}) has no forward")
 
 
 def _every_flow_has_its_link(program: Program, profile: Profile) -> None:
-    """Every pair of slots between which data flows has one link, with one exchange in each direction, and rows of the
-    size that the producer's op gives."""
-    expected = set(slot_links([shape.op for shape in program.slots], profile.graph))
-    actual = Counter((link.producer, link.consumer) for link in program.links)
-    for producer, consumer in sorted(expected.symmetric_difference(actual)):
-        word = "no" if (producer, consumer) in expected else "an unnecessary"
-        raise ProgramError(f"there is {word} link from slot {producer} to slot {consumer}")
-    for (producer, consumer), count in actual.items():
+    """Every pair of slots with a data flow between them has one link, with one exchange in each direction, and the
+    bytes per row that follow from the producer's op."""
+    num_slots, num_links = len(program.slots), len(program.links)
+    pairs = slot_links([shape.op for shape in program.slots], profile.graph)
+    expected = np.array([producer * num_slots + consumer for producer, consumer in pairs], dtype=np.int64)
+    producer = np.array([link.producer for link in program.links], dtype=np.int64)
+    consumer = np.array([link.consumer for link in program.links], dtype=np.int64)
+    actual = producer * num_slots + consumer
+    for number in np.setxor1d(expected, actual)[:1].tolist():
+        word = "no" if number in expected else "an unnecessary"
+        raise ProgramError(f"there is {word} link from slot {number // num_slots} to slot {number % num_slots}")
+    for number, count in Counter(actual.tolist()).items():
         if count > 1:
-            raise ProgramError(f"there are {count} links from slot {producer} to slot {consumer}, expected one")
-    for number, link in enumerate(program.links):
-        row_bytes = bytes_per_row(profile.graph, program.slots[link.producer], program.slots[link.consumer])
-        if link.bytes_per_row != row_bytes:
-            raise ProgramError(f"link {number} has {link.bytes_per_row:g} bytes per row, expected {row_bytes:g}")
-    exchanges = Counter(instruction for instruction in program.instructions if isinstance(instruction, Exchange))
-    for number in range(len(program.links)):
-        for backward in (False, True):
-            if exchanges[Exchange(link=number, backward=backward)] != 1:
-                raise ProgramError(f"link {number} needs one exchange {'backward' if backward else 'forward'}")
-    for exchange in exchanges:
-        _refuse_unknown(exchange, "link", exchange.link, len(program.links))
+            ends = f"from slot {number // num_slots} to slot {number % num_slots}"
+            raise ProgramError(f"there are {count} links {ends}, expected one")
+    row_bytes = bytes_per_row(profile.graph, program.slots, producer, consumer)
+    for number, (link, num_bytes) in enumerate(zip(program.links, row_bytes, strict=True)):
+        if link.bytes_per_row != num_bytes:
+            raise ProgramError(f"link {number} has {link.bytes_per_row:g} bytes per row, expected {num_bytes:g}")
+    columns = program.columns
+    exchanges = columns.of_kind(EXCHANGE)
+    is_known = (columns.index[exchanges] >= 0) & (columns.index[exchanges] < num_links)
+    known = exchanges[is_known]
+    counts = np.bincount(2 * columns.index[known] + columns.is_backward[known], minlength=2 * num_links)
+    for number in np.flatnonzero(counts != 1)[:1].tolist():
+        raise ProgramError(f"link {number // 2} needs one exchange {'backward' if number % 2 else 'forward'}")
+    for number in exchanges[~is_known].tolist():
+        _refuse_unknown(program.instructions[number], "link", int(columns.index[number]), num_links)
 
 
 def _every_row_arrives(program: Program) -> None:
-    """Each rank of a consumer holds or receives each of its rows exactly once; likewise the gradients, backward."""
-    checked: set[tuple[int, ...]] = set()
-    for number, link in enumerate(program.links):
-        for source, target, flows, what in (
-            (link.producer, link.consumer, link.forward, "activation"),
-            (link.consumer, link.producer, link.backward, "gradient"),
-        ):
-            key = (*placement_key(program.slots[source]), *placement_key(program.slots[target]), id(flows))
-            if key in checked:
-                continue
-            checked.add(key)
-            problem = _wrong_rows(program.slots[source], program.slots[target], flows, program.num_ranks)
-            if problem:
-                raise ProgramError(f"link {number}: {problem} ({what} rows for slot {target})")
+    """Each rank of a consumer holds or receives each of its rows exactly once; likewise for gradients in backward."""
+    links = program.links
+    producer = np.array([link.producer for link in links], dtype=np.int64)
+    consumer = np.array([link.consumer for link in links], dtype=np.int64)
+    flows, flows_of = unique_objects(each for link in links for each in (link.forward, link.backward))
+    numbers: dict[tuple[int, ...], int] = {}
+    placement = np.array(
+        [numbers.setdefault(placement_key(shape), len(numbers)) for shape in program.slots], dtype=np.int64
+    )
+    # By link and direction: the sending and the receiving slot. Equal placements with equal messages are checked once.
+    source, target = (np.stack(ends, axis=1).ravel() for ends in ((producer, consumer), (consumer, producer)))
+    keys = (placement[source] * len(numbers) + placement[target]) * len(flows) + flows_of
+    for place in np.sort(np.unique(keys, return_index=True)[1]).tolist():
+        source_shape, target_shape = program.slots[source[place]], program.slots[target[place]]
+        problem = _wrong_rows(source_shape, target_shape, flows[flows_of[place]], program.num_ranks)
+        if problem:
+            what = "gradient" if place % 2 else "activation"
+            raise ProgramError(f"link {place // 2}: {problem} ({what} rows for slot {target[place]})")
 
 
 def _wrong_rows(source: SlotShape, target: SlotShape, flows: Flows, num_ranks: int) -> str:
@@ -220,7 +269,7 @@ def _wrong_rows(source: SlotShape, target: SlotShape, flows: Flows, num_ranks: i
     sends_what_it_lacks = (flows.first < had_first[flows.source]) | (flows.last > had_last[flows.source])
     if sends_what_it_lacks.any():
         return f"rank {flows.source[int(np.argmax(sends_what_it_lacks))]} sends rows that it does not hold"
-    # The rows that a rank holds and those that it receives, sorted, must tile the rows that it needs.
+    # The rows that a rank holds and those that it receives, sorted, must exactly tile the rows that it needs.
     ranks = np.concatenate([target.ranks, flows.destination])
     first = np.concatenate([np.maximum(had_first, want_first)[target.ranks], flows.first])
     last = np.concatenate([np.minimum(had_last, want_last)[target.ranks], flows.last])
@@ -241,7 +290,7 @@ def _wrong_rows(source: SlotShape, target: SlotShape, flows: Flows, num_ranks: i
 
 
 def _intervals(shape: SlotShape, scale: int, num_ranks: int) -> tuple[Column, Column]:
-    """The rows `[first, last)` of each rank; empty for ranks without rows."""
+    """The rows `[first, last)` of each rank, in units of `scale`; empty for ranks without rows."""
     first, last = np.zeros(num_ranks, dtype=np.int64), np.zeros(num_ranks, dtype=np.int64)
     bounds = shape.bounds * (scale // shape.num_slices)
     first[shape.ranks] = np.repeat(bounds[:-1], shape.tensor_degree)
@@ -252,58 +301,60 @@ def _intervals(shape: SlotShape, scale: int, num_ranks: int) -> tuple[Column, Co
 def _every_gradient_is_summed(program: Program, profile: Profile) -> None:
     """Each shard of a trainable parameter is in one bucket, over all ranks that hold it, after all its backwards.
 
-    Where ranks update parts of what they hold from step to step, buckets are the same in every step: one may have
-    parameters that this step does not use, and is reduced after the backwards of all others in it.
+    With a sharded optimizer, buckets are the same in every step. So a bucket may contain parameters that this step does
+    not use; it is reduced after the backwards of all the others in it.
     """
     graph = profile.graph
     place = np.asarray(profile.cluster.place_in_island)
-    after: dict[int, set[int]] = defaultdict(set)
-    slots_using: dict[int, list[int]] = defaultdict(list)
-    for number, instruction in enumerate(program.instructions):
-        if isinstance(instruction, Backward) and instruction.makes_weights:
-            op = graph.metaops[program.slots[instruction.slot].op]
-            for layer in range(instruction.first, instruction.last) if op.parameters else ():
-                for parameter in op.parameters[layer]:
-                    after[parameter].add(number)
-                    slots_using[parameter].append(instruction.slot)
-    # Compare with the buckets that there are: one for each shard that several ranks hold.
-    buckets: dict[int, list[Bucket]] = defaultdict(list)
-    for bucket in program.buckets:
+    layers_of_slot = [graph.metaops[shape.op].parameters for shape in program.slots]
+    training, users = gradient_uses(program.instructions, layers_of_slot)
+    # Parameters with the same uses share a column, so the ranks and backwards that follow from it are computed once.
+    columns = {id(column): column for column in users.values()}
+    after = {key: frozenset(training[use][0] for use in column.tolist()) for key, column in columns.items()}
+    slots_of = {key: np.unique([training[use][1].slot for use in column.tolist()]) for key, column in columns.items()}
+    # Each shard that several ranks hold must be in exactly one bucket.
+    buckets: dict[int, list[int]] = defaultdict(list)
+    for number, bucket in enumerate(program.buckets):
         for parameter in bucket.parameters:
-            buckets[parameter].append(bucket)
+            buckets[parameter].append(number)
+    ranks_of_bucket = [tuple(bucket.ranks.tolist()) for bucket in program.buckets]
+    after_bucket = [frozenset(bucket.after) for bucket in program.buckets]
     owning_ranks = dict(program.owning_ranks)
-    ranks_of: dict[tuple[tuple[int, ...], tuple[int, ...]], Column] = {}
-    gradient_bytes: dict[int, int] = {}  # of the parameters that are trained, or of one shard
-    for parameter, slots in slots_using.items():
+    slot_ranks = Jagged.concatenate([shape.ranks for shape in program.slots])
+    expected_of: dict[tuple[int, tuple[int, ...]], list[tuple[int, ...]]] = {}
+    checked: set[tuple[int, int]] = set()
+    gradient_bytes: dict[int, int] = {}  # of each trained parameter, or of one shard of it
+    for parameter, column in users.items():
         if not graph.parameters[parameter].trainable:
             continue
-        name, key = graph.parameters[parameter].name, (tuple(dict.fromkeys(slots)), owning_ranks.get(parameter, ()))
-        if key not in ranks_of:
-            used = [program.slots[slot].ranks for slot in key[0]]
-            ranks_of[key] = np.unique(np.concatenate([*used, np.array(key[1], dtype=np.int64)]))
-        degree = program.slots[key[0][0]].tensor_degree
+        name, uses, owners = graph.parameters[parameter].name, id(column), owning_ranks.get(parameter, ())
+        degree = program.slots[training[int(column[0])][1].slot].tensor_degree
+        if (uses, owners) not in expected_of:
+            ranks = sorted_unique(program.num_ranks, slot_ranks.take(slots_of[uses]), owners)
+            groups = [ranks[place[ranks] % degree == shard] for shard in range(degree)]
+            expected_of[uses, owners] = sorted(tuple(group.tolist()) for group in groups if len(group) > 1)
         gradient_bytes[parameter] = graph.parameters[parameter].elements_at(degree) * graph.numerics.gradient_bytes
-        groups = [ranks_of[key][place[ranks_of[key]] % degree == shard] for shard in range(degree)]
-        expected = sorted(tuple(group.tolist()) for group in groups if len(group) > 1)
-        if sorted(tuple(bucket.ranks.tolist()) for bucket in buckets[parameter]) != expected:
+        if sorted(ranks_of_bucket[number] for number in buckets[parameter]) != expected_of[uses, owners]:
             raise ProgramError(f"the gradient of {name} is not reduced once over exactly the ranks that hold it")
-        if not all(after[parameter] <= set(bucket.after) for bucket in buckets[parameter]):
-            raise ProgramError(f"the gradient of {name} is not reduced after every backward that adds to it")
+        for number in buckets[parameter]:
+            if (uses, number) not in checked and not after[uses] <= after_bucket[number]:
+                raise ProgramError(f"the gradient of {name} is not reduced after every backward that adds to it")
+            checked.add((uses, number))
     for number, bucket in enumerate(program.buckets):
         untrained = [parameter for parameter in bucket.parameters if parameter not in gradient_bytes]
         if program.plan.shard_optimizer and len(untrained) < len(bucket.parameters):
-            ranks = tuple(bucket.ranks.tolist())
             gradient_bytes |= {
                 parameter: graph.parameters[parameter].num_elements * graph.numerics.gradient_bytes
                 for parameter in untrained
-                if graph.parameters[parameter].trainable and owning_ranks.get(parameter) == ranks
+                if graph.parameters[parameter].trainable and owning_ranks.get(parameter) == ranks_of_bucket[number]
             }
             untrained = [parameter for parameter in untrained if parameter not in gradient_bytes]
         if untrained or not bucket.parameters:
             name = graph.parameters[untrained[0]].name if untrained else "no parameter"
             raise ProgramError(f"bucket {number} reduces {name}, expected parameters that a slot trains")
-        if set(bucket.after) != set[int]().union(*(after[parameter] for parameter in bucket.parameters)):
-            raise ProgramError(f"bucket {number} is reduced after other backwards than those that add to it")
+        used = {id(users[parameter]) for parameter in bucket.parameters if parameter in users}
+        if after_bucket[number] != frozenset[int]().union(*(after[uses] for uses in used)):
+            raise ProgramError(f"bucket {number} is not reduced after exactly the backwards that add to it")
         num_bytes = sum(gradient_bytes[parameter] for parameter in bucket.parameters)
         if bucket.num_bytes != num_bytes:
             raise ProgramError(f"bucket {number} has {bucket.num_bytes} bytes of gradients, expected {num_bytes}")
@@ -314,22 +365,30 @@ def _every_bucket_has_its_collectives(program: Program) -> None:
 
     That a forward waits for the parameters of its layers follows from `instances_of`.
     """
-    counts = Counter(program.instructions)
-    for number in range(len(program.buckets)):
-        if counts[SyncGradients(bucket=number)] != 1:
+    columns, num_buckets = program.columns, len(program.buckets)
+    is_known = (columns.index >= 0) & (columns.index < num_buckets)
+    reductions, gathers = (
+        np.bincount(columns.index[(columns.kind == kind) & is_known], minlength=num_buckets)
+        for kind in (SYNC_GRADIENTS, GATHER)
+    )
+    for number in np.flatnonzero((reductions != 1) | (gathers != program.plan.shard_optimizer))[:1].tolist():
+        if reductions[number] != 1:
             raise ProgramError(f"bucket {number} needs one reduction of its gradients")
-        if counts[GatherParameters(bucket=number)] != program.plan.shard_optimizer:
-            word = "one gather" if program.plan.shard_optimizer else "no gather"
-            raise ProgramError(f"bucket {number} needs {word} of its parameters")
-    for instruction in counts:
-        if isinstance(instruction, SyncGradients | GatherParameters):
-            _refuse_unknown(instruction, "bucket", instruction.bucket, len(program.buckets))
+        word = "one gather" if program.plan.shard_optimizer else "no gather"
+        raise ProgramError(f"bucket {number} needs {word} of its parameters")
+    collective = (columns.kind == SYNC_GRADIENTS) | (columns.kind == GATHER)
+    for number in np.flatnonzero(collective & ~is_known).tolist():
+        _refuse_unknown(program.instructions[number], "bucket", int(columns.index[number]), num_buckets)
 
 
 def _every_lane_has_its_instructions(program: Program) -> None:
-    """Lanes are cut into one list for each rank, of instructions that exist and belong on this lane."""
-    plan = program.plan
-    lane_numbers = np.array([lane_of(instruction, plan) for instruction in program.instructions])
+    """Each lane has one list for each rank, of instructions that exist and belong on this lane."""
+    plan, columns = program.plan, program.columns
+    lane_numbers = np.array([COMPUTE, COMPUTE, TRANSFER, SYNC, SYNC, COMPUTE])[columns.kind]
+    lanes = np.array([[compute_lane(slot.lane), compute_lane(slot.lane_of_weights)] for slot in plan.slots])
+    passes = np.flatnonzero(columns.kind <= BACKWARD)
+    on_weight_lane = columns.pass_kind[passes] == PASS_KINDS.index(WEIGHT)
+    lane_numbers[passes] = lanes[columns.index[passes], on_weight_lane.astype(np.int64)]
     if len(program.lanes) != SYNC + plan.num_lanes:
         raise ProgramError(f"the program has {len(program.lanes)} lanes, expected {SYNC + plan.num_lanes}")
     for number, lane in enumerate(program.lanes):
@@ -351,15 +410,15 @@ def _every_lane_has_its_instructions(program: Program) -> None:
 
 
 def _every_rank_updates(program: Program, profile: Profile) -> None:
-    """Ranks that run a slot or hold a parameter run the optimizer step, and no others do: also those that train nothing
-    take part in gradient norms. A graph without parameters has no step."""
+    """Exactly the ranks that run a slot or hold a parameter run the optimizer step; even if they train nothing, they
+    take part in gradient norms. A graph without parameters has no optimizer step."""
     expected = np.zeros(program.num_ranks, dtype=bool)
     if profile.graph.parameters:
         for ranks in {id(shape.ranks): shape.ranks for shape in program.slots}.values():
             expected[ranks] = True
         expected[[rank for _, ranks in program.owning_ranks for rank in ranks]] = True
     compute = program.lanes[COMPUTE]
-    is_step = np.array([isinstance(instruction, OptimizerStep) for instruction in program.instructions])
+    is_step = program.columns.kind == OPTIMIZER_STEP
     updates = np.zeros(program.num_ranks, dtype=bool)
     updates[np.repeat(np.arange(program.num_ranks), np.diff(compute.starts))[is_step[compute.instructions]]] = True
     wrong = np.flatnonzero(updates != expected)
@@ -369,7 +428,7 @@ def _every_rank_updates(program: Program, profile: Profile) -> None:
 
 
 def _no_other_rank_runs_it(program: Program, instances: Instances) -> None:
-    """A rank runs only what it takes part in. That it runs all of that is checked by `instances_of`."""
+    """A rank runs only instructions that it takes part in. `instances_of` has checked that it runs all of them."""
     without_part = np.flatnonzero(np.diff(instances.rendezvous_starts) == 0)
     if len(without_part):
         name = code(program.instructions[instances.instruction[without_part[0]]])
@@ -377,8 +436,8 @@ def _no_other_rank_runs_it(program: Program, instances: Instances) -> None:
 
 
 def _passes_are_in_the_order_of_the_plan(program: Program) -> None:
-    """The order on each compute lane of a rank is the plan's. Another order without a deadlock would run, but not in
-    the time and memory that were planned."""
+    """Each compute lane runs its passes in the order of the plan. Another order without a deadlock would run, but not
+    in the planned time and memory."""
     places = program.places
     for lane in (lane for number, lane in enumerate(program.lanes) if is_compute(number)):
         rank = np.repeat(np.arange(program.num_ranks), np.diff(lane.starts))
@@ -392,7 +451,7 @@ def _passes_are_in_the_order_of_the_plan(program: Program) -> None:
 
 
 def describe_deadlock(program: Program, instances: Instances, stuck: Column) -> str:
-    """The error message for a deadlock, with one cycle of instances that wait for each other."""
+    """The error message for a deadlock, which shows one cycle of instances that wait for each other."""
     is_stuck = np.zeros(instances.num_instances, dtype=bool)
     is_stuck[stuck] = True
     waits_for: dict[int, list[int]] = {int(instance): [] for instance in stuck}
@@ -402,7 +461,7 @@ def describe_deadlock(program: Program, instances: Instances, stuck: Column) -> 
         ]:
             if is_stuck[follower]:
                 waits_for[int(follower)].append(int(instance))
-    # An instance that waits for nothing on its own rank waits for members of its rendezvous that do.
+    # An instance whose needs are done has started; it waits for members of its rendezvous that have not.
     blocked_by_needs = {instance for instance, sources in waits_for.items() if sources}
     for instance in stuck:
         if int(instance) in blocked_by_needs:
@@ -411,7 +470,7 @@ def describe_deadlock(program: Program, instances: Instances, stuck: Column) -> 
         for rendezvous in instances.rendezvous_ids[first:last]:
             members = instances.members[instances.member_starts[rendezvous] : instances.member_starts[rendezvous + 1]]
             waits_for[int(instance)] += [int(member) for member in members if int(member) in blocked_by_needs]
-    # Follow the waits until an instance comes up a second time: that is a cycle.
+    # Follow the waits until an instance comes up a second time, which closes a cycle.
     path: list[int] = []
     instance = int(stuck[0])
     while instance not in path and waits_for[instance]:

@@ -1,9 +1,8 @@
-"""The papers' workloads as values: sizes from their §5, the rest chosen by us.
+"""The papers' workloads as values: sizes from their §5, everything else chosen by us.
 
-`RECIPES` are the Spindle paper's, fitted to its DeepSpeed times; `MODELS` the DIP paper's and those like
+`RECIPES` are the Spindle paper's, fitted to its DeepSpeed times. `MODELS` are the DIP paper's and those like
 MegaScale-Omni's, whose batches differ, timed by SEMU. `step_of` gives the profile of a step of either.
-`docs/recipes.md` tells what is the papers' and what is ours. Of planners it knows only how sequences are assigned to
-replicas.
+`docs/recipes.md` says what is from the papers and what is ours.
 """
 
 from __future__ import annotations

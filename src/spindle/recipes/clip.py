@@ -1,6 +1,6 @@
 """Multitask-CLIP: contrastive tasks over the six encoders of ImageBind-huge (§5 of the Spindle paper).
 
-A task pairs two encoders; nothing flows between them, and their loss is left out (it is small and has no layers).
+A task has two encoders without a flow between them; their loss is left out (it is small and has no layers).
 """
 
 from __future__ import annotations

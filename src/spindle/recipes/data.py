@@ -1,10 +1,10 @@
 """Batches like the DIP paper's, drawn from a seeded generator.
 
-The paper names its data (§5) and gives two numbers of them: LAION-2B has 16.4 tokens per image on average, OBELICS
-between 0.4 and 3115. The rest is ours: the forms of the distributions, means that the datasets' own papers suggest
-(OBELICS 2.5 images per document, about half of ScienceQA's questions with an image, long captions in ShareGPT4Video
-and short ones in InternVid), the weights of the mixture, and that a microbatch draws all its samples from one source.
-`docs/recipes.md` lists which is which.
+The paper names its datasets (§5) and gives two numbers: LAION-2B has 16.4 tokens per image on average, OBELICS between
+0.4 and 3115. Our assumptions: the shapes of the distributions, means that the datasets' own papers suggest (OBELICS 2.5
+images per document, about half of ScienceQA's questions with an image, long captions in ShareGPT4Video and short ones
+in InternVid), the weights of the mixture, and that a microbatch draws all its samples from one source. See
+`docs/recipes.md`.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from spindle.errors import WorkloadError
-from spindle.workload import FILLED, Clip, Microbatch, Packing, Sample, pack_clips, pack_images
+from spindle.workload import Clip, Microbatch, Sample, pack_clips, pack_images
 
 LAION_TOKENS_PER_IMAGE = 16.4
 OBELICS_TOKENS_PER_IMAGE = (0.4, 3115.0)
@@ -31,27 +31,27 @@ class Source:
     draw: Callable[[np.random.Generator], Sample]
 
 
-def _lengthy(random: np.random.Generator, mean: float, spread: float) -> float:
-    """A length with a long tail: log-normal with this mean, `spread` being the deviation of its logarithm."""
+def _log_normal(random: np.random.Generator, mean: float, spread: float) -> float:
+    """A length with a long tail: log-normal with this mean; `spread` is the standard deviation of its logarithm."""
     return float(random.lognormal(math.log(mean) - spread**2 / 2, spread))
 
 
 def _laion(random: np.random.Generator) -> Sample:
-    return Sample(text_tokens=max(1, round(_lengthy(random, LAION_TOKENS_PER_IMAGE, 0.6))), images=1)
+    return Sample(text_tokens=max(1, round(_log_normal(random, LAION_TOKENS_PER_IMAGE, 0.6))), images=1)
 
 
 def _obelics(random: np.random.Generator) -> Sample:
     images = int(random.geometric(1 / 2.5))
-    tokens_per_image = float(np.clip(_lengthy(random, 326, 1.3), *OBELICS_TOKENS_PER_IMAGE))
+    tokens_per_image = float(np.clip(_log_normal(random, 326, 1.3), *OBELICS_TOKENS_PER_IMAGE))
     return Sample(text_tokens=round(images * tokens_per_image), images=images)
 
 
 def _science_qa(random: np.random.Generator) -> Sample:
-    return Sample(text_tokens=max(16, round(_lengthy(random, 200, 0.6))), images=int(random.random() < 0.487))
+    return Sample(text_tokens=max(16, round(_log_normal(random, 200, 0.6))), images=int(random.random() < 0.487))
 
 
 def _text(random: np.random.Generator) -> Sample:
-    return Sample(text_tokens=max(16, round(_lengthy(random, 1000, 1.0))))
+    return Sample(text_tokens=max(16, round(_log_normal(random, 1000, 1.0))))
 
 
 def _clip(seconds: float) -> tuple[Clip, ...]:
@@ -59,15 +59,15 @@ def _clip(seconds: float) -> tuple[Clip, ...]:
 
 
 def _share_gpt_4_video(random: np.random.Generator) -> Sample:
-    return Sample(text_tokens=round(_lengthy(random, 370, 0.4)), clips=_clip(_lengthy(random, 14, 0.6)))
+    return Sample(text_tokens=round(_log_normal(random, 370, 0.4)), clips=_clip(_log_normal(random, 14, 0.6)))
 
 
 def _intern_vid(random: np.random.Generator) -> Sample:
-    return Sample(text_tokens=max(4, round(_lengthy(random, 26, 0.4))), clips=_clip(_lengthy(random, 8, 0.8)))
+    return Sample(text_tokens=max(4, round(_log_normal(random, 26, 0.4))), clips=_clip(_log_normal(random, 8, 0.8)))
 
 
 def _mm_trail(random: np.random.Generator) -> Sample:
-    return Sample(text_tokens=max(8, round(_lengthy(random, 120, 0.4))), clips=_clip(_lengthy(random, 4.6, 0.6)))
+    return Sample(text_tokens=max(8, round(_log_normal(random, 120, 0.4))), clips=_clip(_log_normal(random, 4.6, 0.6)))
 
 
 VLM_SOURCES = (
@@ -83,24 +83,14 @@ T2V_SOURCES = (
 )
 
 
-def vlm_batch(
-    num_microbatches: int,
-    random: np.random.Generator,
-    sources: tuple[Source, ...] = VLM_SOURCES,
-    packing: Packing = FILLED,
-) -> tuple[Microbatch, ...]:
+def vlm_batch(num_microbatches: int, random: np.random.Generator) -> tuple[Microbatch, ...]:
     """Sequences of text with 0 to 48 images."""
-    return _batch(num_microbatches, random, sources, lambda samples: pack_images(samples, packing))
+    return _batch(num_microbatches, random, VLM_SOURCES, pack_images)
 
 
-def t2v_batch(
-    num_microbatches: int,
-    random: np.random.Generator,
-    sources: tuple[Source, ...] = T2V_SOURCES,
-    packing: Packing = FILLED,
-) -> tuple[Microbatch, ...]:
+def t2v_batch(num_microbatches: int, random: np.random.Generator) -> tuple[Microbatch, ...]:
     """Up to 8 clips with their texts."""
-    return _batch(num_microbatches, random, sources, lambda samples: pack_clips(samples, packing))
+    return _batch(num_microbatches, random, T2V_SOURCES, pack_clips)
 
 
 def _batch(
@@ -117,7 +107,7 @@ def _batch(
         source = sources[int(random.choice(len(sources), p=weights / weights.sum()))]
         samples: list[Sample] = []
         packed: tuple[Microbatch, ...] = ()
-        while len(packed) < 2:  # the first is full when another has begun
+        while len(packed) < 2:  # the first microbatch is full once a second one has begun
             samples += [source.draw(random) for _ in range(8)]
             packed = pack(samples)
         microbatches.append(packed[0])

@@ -1,14 +1,14 @@
 """Layers of large multimodal models over one sub-microbatch, as operators of one member of a tensor group.
 
-A shape is a kind of layer with the lengths of its instances, `((length, how many), ...)`; equal shapes are equal
-values, so SEMU works each out once. Tensor groups split as Megatron-LM does, with sequence parallelism: matrices by
-columns, then by rows; norms, sums and what is saved by tokens; an all-gather before and a reduce-scatter behind each
-pair.
+A shape is a kind of layer with the lengths of its instances, `((length, count), ...)`; equal shapes are equal values,
+so SEMU evaluates each only once. Tensor parallelism is that of Megatron-LM with sequence parallelism: matrices are
+split by columns, then by rows; norms, sums and saved activations by tokens; with an all-gather before and a
+reduce-scatter after each pair of matrices.
 
 Bytes saved for backward, per token, 16-bit, flash attention, no dropout: the input, norm output, queries and attention
 output of attention and the input and norm output of the MLP (12·h), keys and values (2·k), and the MLP's hidden tensors
-(2·f each, two or, gated, three). A causal mask halves the FLOPs of attention. Model FLOPs of backward are twice those
-of forward, though flash attention computes scores again.
+(2·f each; two, or three if gated). A causal mask halves the FLOPs of attention. Model FLOPs of backward are twice those
+of forward, although flash attention computes scores again.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from spindle.profile import Attention, Collective, Gemm, LayerOperators, MemoryB
 from spindle.recipes.transformer import Tower
 from spindle.workload import LayerCost
 
-Lengths = tuple[tuple[int, int], ...]  # (tokens of an instance, how many such instances), rising
+Lengths = tuple[tuple[int, int], ...]  # (tokens of an instance, number of such instances), by increasing tokens
 
 _BYTES = 2
 _ACCUMULATE_BYTES = 6  # per element: a gradient is added to a 32-bit sum while its GEMM writes it
@@ -39,7 +39,7 @@ def num_tokens(lengths: Lengths) -> int:
 
 
 def _norm(num_bytes: float) -> tuple[Operator, Operator]:
-    """Forward reads and writes a tensor of so many bytes; backward reads two and writes one."""
+    """Forward reads and writes a tensor of `num_bytes`; backward reads two and writes one."""
     return MemoryBound(kind="norm", num_bytes=2 * num_bytes), MemoryBound(kind="norm_backward", num_bytes=3 * num_bytes)
 
 
@@ -52,7 +52,7 @@ def _scatter(num_bytes: float, degree: int) -> Operator:
 
 
 def _products(tokens: int, outputs: int, inputs: int) -> tuple[Operator, Operator, tuple[Operator, ...]]:
-    """A linear layer: forward, the gradient of its input, and that of its weights with its sum."""
+    """A linear layer: forward, the gradient of its input, and the gradient of its weights, which is accumulated."""
     return (
         Gemm(tokens=tokens, outputs=outputs, inputs=inputs),
         Gemm(tokens=tokens, outputs=outputs, inputs=inputs, pass_="input"),
@@ -86,12 +86,13 @@ def _cost(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Block:
-    """One transformer layer; with cross attention every instance also sees its `context` tokens, which travel on."""
+    """One transformer layer. With cross attention every instance also attends to its `context` tokens, which are passed
+    on to the next layer."""
 
     tower: Tower
     lengths: Lengths
     causal: bool = False
-    context: Lengths = ()  # as many instances as `lengths` has, in no particular order
+    context: Lengths = ()  # the same number of instances as `lengths`, in no particular order
 
     @property
     def cost(self) -> LayerCost:
@@ -137,8 +138,8 @@ class Block:
         weight: list[Operator] = []
 
         def linear(outputs: int, inputs: int, over: int = tokens) -> None:
-            there, input_, weights = _products(over, outputs, inputs)
-            forward.append(there)
+            product, input_, weights = _products(over, outputs, inputs)
+            forward.append(product)
             back.append(input_)
             weight.extend(weights)
 
@@ -158,34 +159,34 @@ class Block:
                         )
                     )
 
-        def both(there: Iterable[Operator], back_: Iterable[Operator]) -> None:
-            forward.extend(there)
-            back.extend(back_)
+        def append(of_forward: Iterable[Operator], of_backward: Iterable[Operator]) -> None:
+            forward.extend(of_forward)
+            back.extend(of_backward)
 
-        both((norm, gather), (norm_back, scatter))
+        append((norm, gather), (norm_back, scatter))
         linear((heads + 2 * key_heads) * head_width, width)
-        if self.causal:  # language models turn queries and keys by their positions
+        if self.causal:  # language models rotate queries and keys by their positions (RoPE)
             turned = MemoryBound(kind="activation", num_bytes=2 * _BYTES * tokens * (heads + key_heads) * head_width)
-            both((turned,), (turned,))
+            append((turned,), (turned,))
         attention()
         linear(width, heads * head_width)
-        both((scatter, add), (gather, add))
+        append((scatter, add), (gather, add))
         if self.context:
-            both((norm, gather), (norm_back, scatter))
+            append((norm, gather), (norm_back, scatter))
             linear(heads * head_width, width)
             linear(2 * heads * head_width, width, over=num_tokens(self.context))
             attention(keys_of=self._mean_context)
             linear(width, heads * head_width)
-            both((scatter, add), (gather, add))
-        both((norm, gather), (norm_back, scatter))
+            append((scatter, add), (gather, add))
+        append((norm, gather), (norm_back, scatter))
         linear(hidden * (2 if tower.gated else 1), width)
         tensor_bytes = _BYTES * tokens * hidden
-        both(
+        append(
             (MemoryBound(kind="activation", num_bytes=(3 if tower.gated else 2) * tensor_bytes),),
             (MemoryBound(kind="activation", num_bytes=(5 if tower.gated else 3) * tensor_bytes),),
         )
         linear(width, hidden)
-        both((scatter, add), (gather, add))
+        append((scatter, add), (gather, add))
         return LayerOperators(
             forward=tuple(forward),
             input=tuple(reversed(back)),
@@ -195,7 +196,7 @@ class Block:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Embedding:
-    """A look-up in a table whose rows a tensor group shares; only the token numbers are kept."""
+    """A lookup in a table whose rows are split over a tensor group; only the token numbers are saved."""
 
     tower: Tower
     lengths: Lengths
@@ -217,7 +218,8 @@ class Embedding:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Head:
-    """A norm, logits over the vocabulary and their loss; 16-bit logits are kept, one number per token leaves."""
+    """A norm, logits over the vocabulary and their loss; 16-bit logits are saved, the output is one number per
+    token."""
 
     tower: Tower
     lengths: Lengths
@@ -239,13 +241,13 @@ class Head:
         rows = _BYTES * tokens * width / degree
         logits = -(-self.tower.vocabulary // degree)
         norm, norm_back = _norm(rows)
-        there, input_, weights = _products(tokens, logits, width)
+        product, input_, weights = _products(tokens, logits, width)
         summed = Collective(kind="all_reduce", num_bytes=3 * 4 * tokens, num_members=degree)
         return LayerOperators(
             forward=(
                 norm,
                 _gather(degree * rows, degree),
-                there,
+                product,
                 MemoryBound(kind="loss", num_bytes=8.0 * tokens * logits),  # 16-bit logits, 32-bit sums over them
                 summed,
             ),
@@ -261,8 +263,8 @@ class Head:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Patches:
-    """Patches into tokens: one matrix, whole on every member, each of which has its part of the tokens. What comes in
-    is data and needs no gradient."""
+    """Patches into tokens: one matrix, replicated on every member, which each have a part of the tokens. The input is
+    data and needs no gradient."""
 
     tower: Tower
     lengths: Lengths
@@ -282,9 +284,9 @@ class Patches:
 
     def operators(self, tensor_degree: int) -> LayerOperators:
         share = -(-num_tokens(self.lengths) // tensor_degree)
-        there, _, weights = _products(share, self.tower.width, self.patch_elements)
+        product, _, weights = _products(share, self.tower.width, self.patch_elements)
         return LayerOperators(
-            forward=(there, MemoryBound(kind="add", num_bytes=3.0 * _BYTES * share * self.tower.width)),
+            forward=(product, MemoryBound(kind="add", num_bytes=3.0 * _BYTES * share * self.tower.width)),
             input=(),
             weight=weights,
         )
@@ -292,7 +294,7 @@ class Patches:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Adapter:
-    """A norm and an MLP into another module's width; `merge` tokens side by side become one."""
+    """A norm and an MLP into another module's width; every `merge` neighbouring tokens become one."""
 
     tower: Tower
     lengths: Lengths
@@ -349,7 +351,8 @@ class Adapter:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Final:
-    """A norm and one matrix back into patches, with their loss; whole on every member, each with its tokens."""
+    """A norm and one matrix back into patches, with their loss; replicated on every member, which each have a part of
+    the tokens."""
 
     tower: Tower
     lengths: Lengths
@@ -371,10 +374,10 @@ class Final:
         share = -(-num_tokens(self.lengths) // tensor_degree)
         rows = float(_BYTES * share * self.tower.width)
         norm, norm_back = _norm(rows)
-        there, input_, weights = _products(share, self.patch_elements, self.tower.width)
+        product, input_, weights = _products(share, self.patch_elements, self.tower.width)
         loss = MemoryBound(kind="loss", num_bytes=8.0 * share * self.patch_elements)
         return LayerOperators(
-            forward=(norm, there, loss),
+            forward=(norm, product, loss),
             input=(loss, input_, norm_back),
             weight=weights,
         )

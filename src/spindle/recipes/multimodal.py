@@ -1,11 +1,11 @@
-"""The models of the DIP paper (§5) as values, and one batch of theirs as a profile.
+"""The models of the DIP paper (§5) as values, and the profile of a batch of such a model.
 
 A microbatch is a task of the step's graph: its calls are the encoder's sub-microbatches (`vision.0`, `vision.1`, ...)
-and the module they feed. All tasks share the modules' weights, one parameter for each layer. A microbatch that holds
-nothing for a module does not call it.
+and the module they feed. All tasks share the modules' weights, one parameter for each layer. A microbatch without input
+for a module does not call it.
 
 Vision-language models: images go through a ViT and an adapter into a language model. Text to video: the hidden states
-of a language model go through an adapter into a diffusion transformer, whose layers look at them by cross attention;
+of a language model go through an adapter into a diffusion transformer, whose layers attend to them by cross attention;
 each clip sees its share of the text. `docs/recipes.md` lists what is from the paper and what is ours.
 """
 
@@ -47,23 +47,23 @@ After = Literal["head", "adapter", "final"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Chain:
-    """A tower with the layers before and after its blocks."""
+    """A tower, and the layers before and after its blocks."""
 
     tower: Tower
     before: Before
     after: After
     causal: bool = False
     patch_elements: int = 0  # numbers in a patch of pixels or latents
-    merge: int = 1  # tokens that the adapter makes one of
-    output_width: int = 0  # of the adapter
-    tested_sizes: tuple[int, ...] = (1,)  # of sub-microbatches, in instances
+    merge: int = 1  # tokens that the adapter merges into one
+    output_width: int = 0  # the adapter's output width
+    tested_sizes: tuple[int, ...] = (1,)  # candidate sizes of sub-microbatches, in instances
 
     @property
     def name(self) -> str:
         return self.tower.name
 
-    def shapes(self, lengths: Lengths, context: Lengths = ()) -> tuple[tuple[str, Shape, int], ...]:
-        """Its layers over instances of these lengths, in order: kind, shape, and how many of them stand in a row."""
+    def shapes(self, lengths: Lengths, context: Lengths = ()) -> tuple[tuple[Shape, int], ...]:
+        """Its layers over instances of these lengths, in order: shapes, each with its number of equal layers."""
         tower = self.tower
         first: Shape
         match self.before:
@@ -84,7 +84,7 @@ class Chain:
             case _:
                 assert_never(self.after)
         block = Block(tower=tower, lengths=lengths, causal=self.causal, context=context)
-        return (self.before, first, 1), ("block", block, tower.num_layers), (self.after, last, 1)
+        return (first, 1), (block, tower.num_layers), (last, 1)
 
     @property
     def module(self) -> Module:
@@ -96,7 +96,7 @@ class Chain:
 
     @property
     def parameters(self) -> tuple[Parameter, ...]:
-        """One for each layer."""
+        """One parameter for each layer."""
         tower, out = self.tower, self.output_width
         sizes = {
             "embedding": tower.vocabulary * tower.width,
@@ -112,8 +112,8 @@ class Chain:
         )
 
 
-_WHOLE = ("patches", "final")  # small; every member has them whole
-_MOST_INSTANCES = {VISION: 48, VIDEO: 8}  # of a microbatch
+_WHOLE = ("patches", "final")  # small layers that tensor groups do not split
+_MOST_INSTANCES = {VISION: 48, VIDEO: 8}  # limits for a microbatch
 
 
 Parts = Mapping[str, Sequence[Sequence[tuple[int, ...]]]]  # by module and microbatch: the items of each part
@@ -121,7 +121,7 @@ Parts = Mapping[str, Sequence[Sequence[tuple[int, ...]]]]  # by module and micro
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MultimodalModel:
-    """One of the papers' setups: all chains feed the last, on so many devices in tensor groups and stages."""
+    """One of the papers' setups: chains, of which all feed the last, and its devices, tensor groups and stages."""
 
     name: str
     description: str
@@ -132,7 +132,7 @@ class MultimodalModel:
 
     @property
     def item_modules(self) -> tuple[str, ...]:
-        """Modules whose instances do not see each other and feed the last chain: encoders of images or sound."""
+        """Modules that feed the last chain and whose instances are independent: encoders of images or sound."""
         return tuple(chain.name for chain in self.chains[:-1] if chain.before == "patches")
 
     @property
@@ -145,7 +145,8 @@ class MultimodalModel:
         return sum(parameter.num_elements for chain in self.chains for parameter in chain.parameters)
 
     def refuse_cluster(self, cluster: Cluster) -> None:
-        """Refuses a cluster that stages and tensor groups do not divide: a tensor group lies inside an island."""
+        """Raise an error if stages and tensor groups do not divide the cluster; a tensor group lies inside an
+        island."""
         degree, num_devices = self.tensor_degree, self.tensor_degree * self.num_stages
         if cluster.num_devices % num_devices:
             raise PlanError(
@@ -283,7 +284,7 @@ MODELS: dict[str, MultimodalModel] = {
 
 @functools.cache
 def measured_efficiencies() -> Efficiencies:
-    """What kernels reach on an H200, measured (`benchmarks/kernels.py`)."""
+    """Kernel efficiencies measured on an H200 (`benchmarks/kernels.py`)."""
     file = resources.files("spindle.recipes") / "h200_kernels.json"
     data = json.loads(file.read_text(encoding="utf-8"))
     return artifact_from_json(data, "h200_kernels.json", EFFICIENCIES_KIND, Efficiencies)
@@ -298,7 +299,6 @@ def emulator(cluster: Cluster) -> Semu:
 class _Piece:
     """A run of equal layers of one call."""
 
-    kind: str
     first: int
     num_layers: int
     shape: Shape
@@ -324,11 +324,11 @@ def batch_profile(
     parts: Parts | None = None,
     tensor_degrees: Mapping[str, Sequence[int]] | None = None,
 ) -> Profile:
-    """One batch with its times, at the model's tensor degree, on its own cluster unless another is given.
+    """The profile of one batch at the model's tensor degree, on the model's own cluster unless another is given.
 
-    `parts` are the items of the parts of each microbatch, by module, where a planner chose them; a part of one item has
-    times on sequence groups, too. `tensor_degrees` are those that modules may have, where they are others than the
-    model's. A `semu` that is kept from batch to batch remembers the shapes it has seen.
+    `splits` are sizes of sub-microbatches by module. `parts`, if a planner chose them, are the items of the parts of
+    each microbatch, by module; a part of one item has times on sequence groups, too. `tensor_degrees` are those that
+    modules may have, if not the model's. A `semu` that is kept from batch to batch remembers the shapes it has seen.
     """
     cluster = cluster or model.cluster
     semu = semu or emulator(cluster)
@@ -344,7 +344,7 @@ def batch_profile(
     return Profile(graph=graph, cluster=cluster, curves=tuple(curves), leaves_out=semu.leaves_out)
 
 
-PART_TOKENS = (2048, 8192)  # of parts: smaller ones leave more freedom, larger ones take less work
+PART_TOKENS = (2048, 8192)  # sizes of parts: smaller ones leave more freedom, larger ones run faster
 
 
 def parts_profile(
@@ -354,8 +354,8 @@ def parts_profile(
     cluster: Cluster | None = None,
     semu: Semu | None = None,
 ) -> Profile:
-    """A batch whose item calls are in parts of about so many tokens, or whole; at every tensor degree that encoders may
-    have."""
+    """The profile of a batch with item calls in parts of about `part_tokens` (None: whole), at every tensor degree that
+    encoders may have."""
     parts = {
         module: [
             items_in_parts(microbatch.tokens_of(module), part_tokens)
@@ -374,14 +374,14 @@ def parts_profile(
 
 
 def sequence_degrees(model: MultimodalModel, module: str, cluster: Cluster, tensor_degree: int) -> tuple[int, ...]:
-    """Over how many tensor groups an item may be shared: its heads divide, and a group lies inside an island."""
+    """The numbers of tensor groups over which an item may be split: they divide its heads, inside one island."""
     heads = model.chain(module).tower.num_heads // tensor_degree
     most = max(island.num_devices for island in cluster.islands) // tensor_degree
     return tuple(degree for degree in (1, 2, 4, 8) if degree <= most and heads % degree == 0)
 
 
 def model_flops(model: MultimodalModel, microbatches: Sequence[Microbatch]) -> float:
-    """FLOPs of forward and backward of a batch, nothing computed twice: what MFU counts."""
+    """FLOPs of forward and backward of a batch without recomputation, as for MFU."""
     return sum(
         piece.num_layers * (piece.cost.forward_flops + piece.cost.backward_flops)
         for _, parts in _parts(model, microbatches, {}, {})
@@ -393,8 +393,9 @@ def model_flops(model: MultimodalModel, microbatches: Sequence[Microbatch]) -> f
 def sub_microbatch_sizes(
     model: MultimodalModel, microbatches: Sequence[Microbatch], semu: Semu
 ) -> tuple[dict[str, int], ...]:
-    """Sizes of sub-microbatches, in instances, that a planner may choose among: by module that has several. The first
-    leaves microbatches whole; the others are the sizes that DIP tested, and the one that it would take (§4.1)."""
+    """Sizes of sub-microbatches, in instances, that a planner may choose among, by module that has several. The first
+    choice leaves microbatches whole; the others are the sizes that DIP tested, and the one that it would take
+    (§4.1)."""
     choices: list[dict[str, int]] = [{}]
     for chain in model.chains:
         lengths = [count for microbatch in microbatches for count in microbatch.tokens_of(chain.name)]
@@ -415,8 +416,8 @@ def sub_microbatch_size(
     sizes: Iterable[int] = (),
     share: float = 0.95,
 ) -> int:
-    """The smallest size (in instances) whose efficiency is at least this share of the best over all tested sizes (DIP
-    §4.1): these, or the module's own.
+    """The smallest size (in instances) whose efficiency is at least `share` of the best over all tested sizes (DIP
+    §4.1): `sizes`, or the module's own.
 
     Efficiency is model FLOPs per second over forward and backward of the whole module.
     """
@@ -431,7 +432,7 @@ def _flops_per_s(model: MultimodalModel, module: str, instance_tokens: int, size
     lengths = ((instance_tokens, size),)
     context = lengths_of(even_parts(8192, size)) if chain.tower.cross_attention else ()
     flops = time_s = 0.0
-    for _, shape, count in chain.shapes(lengths, context):
+    for shape, count in chain.shapes(lengths, context):
         time = semu.layer(shape, model.tensor_degree)
         flops += 3 * count * shape.cost.forward_flops
         time_s += count * (time.forward_s + time.backward_s)
@@ -441,7 +442,7 @@ def _flops_per_s(model: MultimodalModel, module: str, instance_tokens: int, size
 def _parts(
     model: MultimodalModel, microbatches: Sequence[Microbatch], splits: Mapping[str, int], given: Parts
 ) -> list[tuple[str, list[_Part]]]:
-    """The calls of every task, the first module's first; `given` are the items of parts, where they are chosen."""
+    """The calls of every task, those of the first module first; `given` are the items of parts, if they are chosen."""
     for module in splits:
         model.chain(module)
     digits = max(2, len(str(len(microbatches) - 1)))
@@ -451,8 +452,8 @@ def _parts(
         key = (chain.name, lengths, context)
         if key not in known:
             rows, first = [], 0
-            for kind, shape, count in chain.shapes(lengths, context):
-                rows.append(_Piece(kind=kind, first=first, num_layers=count, shape=shape, cost=shape.cost))
+            for shape, count in chain.shapes(lengths, context):
+                rows.append(_Piece(first=first, num_layers=count, shape=shape, cost=shape.cost))
                 first += count
             known[key] = tuple(rows)
         return known[key]

@@ -1,7 +1,7 @@
 """OFASys: an encoder-decoder language model that every task shares, behind one adaptor for each modality (§5).
 
-The adaptors of a task's inputs feed the encoder, the encoder feeds the decoder; a target that is not text passes its
-own adaptor on the way into the decoder. The look-up of text targets is left out.
+The adaptors of a task's inputs feed the encoder, the encoder feeds the decoder; a target that is not text passes
+through an adaptor of its own into the decoder. The embedding lookup of text targets is left out.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ TOWERS = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Shape:
-    """Tokens per sample of each input's adaptor, of the decoder, and the target's adaptor where it is not text."""
+    """Tokens per sample of each input's adaptor and of the decoder, and the target's adaptor if it is not text."""
 
     inputs: tuple[tuple[str, int], ...]
     target_tokens: int
@@ -62,7 +62,7 @@ TASKS = tuple(SHAPES)
 
 
 def ofasys_workload(name: str, batch_sizes: Mapping[str, int]) -> Workload:
-    """The workload of the tasks that have a batch size. All modules are there, used or not, as in the model."""
+    """The workload of the tasks that have a batch size. It has all modules of the model, used or not."""
     return Workload(
         name=name,
         modules=tuple(module_of(tower) for tower in TOWERS.values()),

@@ -1,9 +1,9 @@
 """Workloads like those of MegaScale-Omni: encoders of 1 to 10 B beside language models of 12 to 175 B, images of very
 different sizes, and any share of image tokens.
 
-The paper gives the models by name and the numbers of GPUs, sequences and tokens; layers, widths, data and how tokens
-are mixed are ours (`docs/recipes.md`). Replicas train on sequences of their own and meet only to sum gradients, so a
-step here is that of one replica on its devices: the one with most work.
+The paper gives the models by name and the numbers of GPUs, sequences and tokens; layers, widths, data and the mixture
+of tokens are ours (`docs/recipes.md`). Replicas train on different sequences and synchronize only to reduce gradients,
+so a step here is the step of one replica on its devices: the replica with the most work.
 """
 
 from __future__ import annotations
@@ -22,16 +22,17 @@ from spindle.workload import LANGUAGE, VISION, Microbatch
 
 _VOCABULARY = 128_256
 PATCHES_PER_TOKEN = 16
-_MEDIAN_PATCHES, _SPREAD, _FEWEST, _MOST = 1500, 1.0, 64, 16_384
+_MEDIAN_PATCHES, _FEWEST, _MOST = 1500, 64, 16_384
+IMAGE_SIGMA = 1.0  # standard deviation of the logarithm of an image's number of patches
 _AUDIO_FRAMES, _AUDIO_TOKENS = 1500, 375
-_TEXT_TOKENS = 600  # of a document, on average
+_TEXT_TOKENS = 600  # tokens of a document, on average
 
-Mix = tuple[int, int]  # parts of the tokens that are of images or sound, and of text
+Mix = tuple[int, int]  # the ratio of tokens of images or sound to tokens of text
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OmniData:
-    """Sequences of a step: how many in all, their tokens, and over how many replicas they are shared."""
+    """The sequences of a step: their number, their tokens, and the number of replicas that share them."""
 
     num_sequences: int
     sequence_tokens: int
@@ -118,16 +119,21 @@ def parse_mix(text: str) -> Mix:
 
 
 def omni_sequences(
-    model: MultimodalModel, num_sequences: int, sequence_tokens: int, mix: Mix, random: np.random.Generator
+    model: MultimodalModel,
+    num_sequences: int,
+    sequence_tokens: int,
+    mix: Mix,
+    random: np.random.Generator,
+    image_sigma: float = IMAGE_SIGMA,
 ) -> list[Microbatch]:
-    """Sequences full of documents and images (or sound, half of each by tokens), each drawn so that tokens are mixed
-    in this ratio on average. Images are log-normal, 64 to 16,384 patches, sixteen to a token."""
+    """Sequences filled with documents and images (or images and sound, half of the tokens each), drawn so that tokens
+    have this ratio on average. Images are log-normal, 64 to 16,384 patches, sixteen patches per token."""
     if num_sequences < 1:
         raise WorkloadError(f"a batch needs at least one sequence, got {num_sequences}")
     with_audio = any(chain.name == AUDIO for chain in model.chains)
     share = mix[0] / sum(mix)
-    mean_image = math.exp(math.log(_MEDIAN_PATCHES) + _SPREAD**2 / 2) / PATCHES_PER_TOKEN
-    rates = [(1 - share) / _TEXT_TOKENS, share / mean_image]  # how many come for each token
+    mean_image = math.exp(math.log(_MEDIAN_PATCHES) + image_sigma**2 / 2) / PATCHES_PER_TOKEN
+    rates = [(1 - share) / _TEXT_TOKENS, share / mean_image]  # documents and images per token
     if with_audio:
         rates = [rates[0], rates[1] / 2, share / 2 / _AUDIO_TOKENS]
     chances = np.array(rates) / sum(rates)
@@ -139,9 +145,9 @@ def omni_sequences(
             if kind == 0:
                 left -= max(1, round(float(random.lognormal(math.log(_TEXT_TOKENS) - 0.5, 1.0))))
             elif kind == 1:
-                patches = int(np.clip(random.lognormal(math.log(_MEDIAN_PATCHES), _SPREAD), _FEWEST, _MOST))
+                patches = int(np.clip(random.lognormal(math.log(_MEDIAN_PATCHES), image_sigma), _FEWEST, _MOST))
                 if -(-patches // PATCHES_PER_TOKEN) > left:
-                    break  # the rest is padding
+                    break  # the remaining tokens are padding
                 images.append(patches)
                 left -= -(-patches // PATCHES_PER_TOKEN)
             else:
@@ -158,7 +164,7 @@ def omni_sequences(
 def slowest_replica(
     model: MultimodalModel, sequences: Sequence[Microbatch], num_replicas: int, balanced: bool
 ) -> tuple[Microbatch, ...]:
-    """The sequences of the replica with most work: assigned level, or in turn as they were drawn."""
+    """The sequences of the replica with the most work, with sequences assigned by balancing work, or round-robin."""
     work = np.array([round(model_flops(model, [sequence]) / 1e6) for sequence in sequences], dtype=np.int64)
     in_turn = np.arange(len(sequences)) % num_replicas
     replica = assign_sequences(work, num_replicas).replica if balanced else in_turn

@@ -43,8 +43,8 @@ VISION_TOKENS, AUDIO_TOKENS = 1024, 1500
 LANGUAGE_TOKENS = {"VL": 2048, "AL": 2048, "VAL": 2048}
 BATCH_SIZES = {"VL": 16, "AL": 16, "VAL": 8}
 
-# The optimizer's 12 bytes over 32 replicas of a tensor group of 8 in 256 devices (ZeRO-1), rounded up: without it
-# neither of the large models has a place in 80 GB.
+# The optimizer's 12 bytes over 32 replicas of a tensor group of 8 in 256 devices (ZeRO-1), rounded up: without ZeRO-1
+# neither of the large models fits into 80 GB.
 SHARDED = Numerics(optimizer_bytes=1, update_bytes=1)
 
 

@@ -1,7 +1,7 @@
 """A recipe: one of the paper's workloads, with the roofline that was fitted to its measurements.
 
-The fits lie in `fitted.json` beside this file; `benchmarks/fit_recipes.py` writes it. They are read when first asked
-for, not at import.
+The fits are in `fitted.json` next to this file, which `benchmarks/fit_recipes.py` writes. They are read on first use,
+not at import.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ FITS_KIND = "recipe-fits"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FittedCell:
-    """DeepSpeed's step on a number of devices: in the paper, and as our simulated `sequential` plan."""
+    """DeepSpeed's step time on a number of devices: in the paper, and of our simulated `sequential` plan."""
 
     num_devices: int
     paper_ms: float
@@ -32,7 +32,7 @@ class FittedCell:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Fit:
-    """What the fit found for one recipe."""
+    """The result of the fit for one recipe."""
 
     recipe: str
     efficiency: float
@@ -57,8 +57,8 @@ def read_fits() -> Mapping[str, Fit]:
 class Recipe:
     """A workload of the paper as a value.
 
-    `chosen` is what is ours and not the paper's; `fitted_as` names the recipe whose fit this one uses (its own, but for
-    models the paper only simulated).
+    `chosen` says what is ours and not the paper's; `fitted_as` names the recipe whose fit is used: its own, except for
+    models that the paper only simulated.
     """
 
     name: str

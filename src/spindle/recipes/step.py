@@ -1,7 +1,7 @@
-"""From a recipe to what planners take: the profile of one step on a cluster.
+"""The profiles of one step of a recipe on a cluster, which planners take.
 
-Planners differ in what they are given: `pipeline` splits encoders' microbatches into sub-microbatches, of a size that
-it chooses; the others take whole ones. So one batch of a multimodal model has several profiles.
+Planners differ in their input: `pipeline` splits the encoders' microbatches into sub-microbatches, whose size it
+chooses; others take whole microbatches. So one batch of a multimodal model has several profiles.
 """
 
 from __future__ import annotations
@@ -28,40 +28,47 @@ from spindle.recipes.multimodal import (
     parts_profile,
     sub_microbatch_sizes,
 )
-from spindle.recipes.omni import OMNI_DATA, omni_sequences, parse_mix, slowest_replica
+from spindle.recipes.omni import IMAGE_SIGMA, OMNI_DATA, omni_sequences, parse_mix, slowest_replica
 from spindle.recipes.recipe import Recipe
 from spindle.workload import VIDEO, Microbatch, SampleError, line_of_sample, pack_clips, pack_images, read_samples
 
-NUM_MICROBATCHES = 32  # of a batch, unless others are asked for
+NUM_MICROBATCHES = 32  # the default number of microbatches in a batch
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BatchOptions:
-    """Which batch of a multimodal model: how many microbatches, drawn with which seed or packed from which samples.
+    """Which batch of a multimodal model: its number of microbatches, drawn with a seed or packed from samples.
 
-    Of omni recipes: `mix`, tokens of images to tokens of text, and whether the sequences of a step are assigned to
-    replicas level (`is_balanced`) or in turn; `num_microbatches` are those of all replicas there.
+    For omni recipes: `mix` is the ratio of tokens of images to tokens of text, `image_sigma` the standard deviation of
+    the logarithm of image sizes. With `is_balanced`, sequences are assigned to replicas by balancing work, else
+    round-robin; `num_microbatches` is for all replicas together.
     """
 
     num_microbatches: int | None = None
     seed: int | None = None
     samples: Path | None = None
     mix: str | None = None
+    image_sigma: float = IMAGE_SIGMA
     is_balanced: bool = True
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Step:
-    """One step to plan. `profile` gives it with microbatches split into sub-microbatches of given sizes, by module;
-    `sizes` are those that a planner may choose among, and the first leaves microbatches whole. `part_profiles` gives it
-    with its item calls in parts, the first with each call as one part; empty where nothing runs in parts. Steps of
-    pipelines have `pipeline_ranks`, and `peak_s`: what the model's own FLOPs take at the peak of all devices."""
+    """One step to plan.
+
+    `profile` returns the step with microbatches split into sub-microbatches of given sizes, by module; `sizes` are the
+    choices of a planner, of which the first leaves microbatches whole. `part_profiles` returns the step with its item
+    calls in parts, first with each call as one part; nothing if the model has no item calls. Steps of pipelines have
+    `pipeline_ranks`, and `peak_s`: the time that the model's FLOPs take at the peak of all devices. `planner` plans the
+    step of a script, which is no pipeline.
+    """
 
     profile: Callable[[Mapping[str, int]], Profile]
     sizes: tuple[Mapping[str, int], ...] = ({},)
     part_profiles: Callable[[], list[Profile]] = list
     pipeline_ranks: int | None = None
     peak_s: float | None = None
+    planner: str = "wavefront"
 
     @property
     def whole(self) -> Profile:
@@ -104,14 +111,15 @@ def _model_step(model: MultimodalModel, cluster: Cluster, batch: BatchOptions) -
 
 
 def _omni_microbatches(model: MultimodalModel, batch: BatchOptions) -> tuple[Microbatch, ...]:
-    """The sequences of the slowest replica; of samples in a file, all of them."""
+    """The sequences of the slowest replica; if samples come from a file, all of them."""
     data = OMNI_DATA[model.name]
     count = batch.num_microbatches or data.num_sequences
     if batch.samples is not None:
         (microbatches,) = islice(batches(model, count, batch.seed or 0, batch.samples), 1)
         return microbatches
     random = np.random.default_rng(batch.seed or 0)
-    sequences = omni_sequences(model, count, data.sequence_tokens, parse_mix(batch.mix or "5:5"), random)
+    mix = parse_mix(batch.mix or "5:5")
+    sequences = omni_sequences(model, count, data.sequence_tokens, mix, random, batch.image_sigma)
     return slowest_replica(model, sequences, data.num_replicas, batch.is_balanced)
 
 

@@ -1,4 +1,4 @@
-"""How a tower of transformer layers becomes a module, its parameters, and what a call of it costs.
+"""Towers of transformer layers as modules, with their parameters and the costs of a call.
 
 With s tokens per sample, width h, and W the elements of a layer's matrices, one layer costs per sample
 
@@ -29,20 +29,20 @@ _BYTES = 2  # 16-bit activations
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Tower:
-    """Equal transformer layers, with an embedding before them or a head after them where those have many weights.
+    """Equal transformer layers, with an embedding before them or a head after them if these have many weights.
 
-    Embedding and head share one table (tied weights); `table` names another tower's, for a head without an embedding.
-    A vocabulary without either counts the table in equal parts with the blocks: a layer of its own would be a level of
-    its own, and planners that go level by level would hold the whole tower back for a look-up.
+    Embedding and head share one table (tied weights); `table` names another tower's, for a head without an embedding. A
+    vocabulary without either adds equal parts of the table to the blocks: as a layer of its own it would be a level of
+    its own, and planners that go level by level would hold back the whole tower for a lookup.
     """
 
     name: str
     num_layers: int
     width: int
     num_heads: int
-    mlp_width: int = 0  # 4 times the width when not given
+    mlp_width: int = 0  # 0: 4 times the width
     gated: bool = False
-    num_key_heads: int = 0  # as many as heads when not given
+    num_key_heads: int = 0  # 0: the same as the number of heads
     cross_attention: bool = False
     vocabulary: int = 0
     has_embedding: bool = False
@@ -86,7 +86,7 @@ def module_of(tower: Tower) -> Module:
 
 
 def parameters_of(tower: Tower) -> tuple[Parameter, ...]:
-    """One parameter for each block, and the table where it is the tower's own."""
+    """One parameter for each block, and the table if it is the tower's own."""
     spread = tower.vocabulary and not (tower.has_embedding or tower.has_head)
     part = tower.vocabulary * tower.width // tower.num_layers if spread else 0
     blocks = tuple(
@@ -117,7 +117,7 @@ def call_of(tower: Tower, num_tokens: int, memory_tokens: int = 0) -> Call:
 
 
 def block_cost(tower: Tower, num_tokens: int, memory_tokens: int = 0) -> LayerCost:
-    """What one transformer layer costs per sample."""
+    """The cost of one transformer layer per sample."""
     tokens, width = num_tokens, tower.width
     flops = 2 * tokens * tower.self_elements + 4 * tokens * tokens * width
     saved = tokens * (18 * width + 2 * (3 if tower.gated else 2) * tower.hidden)
@@ -136,7 +136,7 @@ def block_cost(tower: Tower, num_tokens: int, memory_tokens: int = 0) -> LayerCo
 
 
 def embedding_cost(tower: Tower, num_tokens: int) -> LayerCost:
-    """A look-up: rows are read and written, nothing is multiplied, only the token numbers (4 bytes each) are kept."""
+    """A lookup: rows are read and written, nothing is multiplied, only the token numbers (4 bytes each) are saved."""
     rows = _BYTES * num_tokens * tower.width
     return LayerCost(
         forward_flops=0,
@@ -150,7 +150,7 @@ def embedding_cost(tower: Tower, num_tokens: int) -> LayerCost:
 
 
 def head_cost(tower: Tower, num_tokens: int) -> LayerCost:
-    """Logits over the vocabulary and their loss; 16-bit logits are kept, one number per token leaves."""
+    """Logits over the vocabulary and their loss; 16-bit logits are saved, the output is one number per token."""
     flops = 2 * num_tokens * tower.width * tower.vocabulary
     saved = _BYTES * num_tokens * (tower.width + tower.vocabulary)
     return LayerCost(

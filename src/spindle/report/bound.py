@@ -9,14 +9,15 @@ from spindle.display import count_of, percent, seconds
 from spindle.planners import Problem, best_degree_problem, lower_hull, lp_bound, paper_waves, problem_of
 from spindle.profile import Profile
 
-_TIGHT = 1e-6  # of the bound: what counts as reaching it
+_TIGHT = 1e-3  # of the bound: what is as close counts as reaching it, because the numbers are printed with four digits
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BoundReport:
-    """`area_s` is the least device time of all ops over the number of devices, `path_s` the longest chain of ops with
-    each at its fastest; the LP bound is at least both, and more where shortening the chain costs area. `path` names the
-    longest chain of the LP's own solution, which takes `path_at_bound_s`. `level_s` is the paper's C* of each level.
+    """`area_s` is the least device time of all ops divided by the number of devices, `path_s` the longest chain of ops
+    with each at its fastest; the LP bound is at least both, and more if shortening the chain costs area. `path` names
+    the longest chain of the LP's own solution, which takes `path_at_bound_s`. `level_s` is the paper's C* of each
+    level.
     """
 
     workload: str
@@ -43,7 +44,7 @@ class BoundReport:
 
 
 def bound_report(profile: Profile) -> BoundReport:
-    """Both bounds of a profile and what limits them."""
+    """The LP bound and the paper's bound of a profile, and what limits them."""
     problem = best_degree_problem(profile)
     solution = lp_bound(problem)
     hulls = [lower_hull(choices) for choices in problem.choices]
@@ -69,7 +70,7 @@ def bound_report(profile: Profile) -> BoundReport:
 
 
 def _longest_path(problem: Problem, duration_s: list[float]) -> tuple[list[int], float]:
-    """Ops of the longest chain, and its length."""
+    """The ops of the longest chain, and its length."""
     end_s: dict[int, float] = {}
     before: dict[int, int | None] = {}
     for op in sorted(range(problem.num_ops), key=lambda op: (problem.levels[op], op)):

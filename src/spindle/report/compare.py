@@ -14,12 +14,11 @@ from spindle.timeline import Measures, measure
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ComparedPlan:
-    """The simulated step of one planner; `speedup` is over the reference planner, where that has a plan.
+    """The simulated step of one planner; `speedup` is over the reference planner, if that has a plan.
 
-    Shares are of all devices' time. `over_bound` is the simulated step over the plan's bound, which counts neither
-    transfers nor synchronisation. `mfu` is the share of all devices' peak that the model's own FLOPs need in that time,
-    where these are known. Of a pipeline, `settings` says what its planner chose, and the shares how many of its layers
-    are recomputed and offloaded.
+    Shares are of all devices' time. `over_bound` is the simulated step divided by the plan's bound, which counts
+    neither transfers nor synchronisation. `mfu` is the model FLOPs utilization, if the model's FLOPs are known. For a
+    pipeline, `settings` says what its planner chose, and the shares of recomputed and offloaded layers are given.
     """
 
     planner: str
@@ -52,7 +51,7 @@ REFERENCE = {False: "sequential", True: "vpp"}  # what speedups are over: is it 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Comparison:
-    """Rows from fast to slow, refusals last."""
+    """Rows from the fastest to the slowest plan, then refusals."""
 
     workload: str
     cluster: str
@@ -68,7 +67,7 @@ _AS_GOOD = 1.02  # times as fast: less is no reason to leave plain data parallel
 
 
 def conclusion(comparison: Comparison, reference: str) -> str:
-    """Which planner is fastest and by how much, or that the reference, which needs no planner, is as good."""
+    """A sentence: which planner is fastest and by how much, or that the reference is as good."""
     if not comparison.plans:
         return ""
     best, *slower = comparison.plans
@@ -100,9 +99,9 @@ def compared(
     reference: str,
     model_s: float | None = None,
 ) -> Comparison:
-    """Compares finished plans of one workload, each with the profile it was made from.
+    """Compare finished plans of one workload, each with the profile it was made from.
 
-    `model_s` is what the model's own FLOPs would take at all devices' peak.
+    `model_s` is the time that the model's FLOPs would take at the peak of all devices.
     """
     measured = [(plan, simulated(plan, planned_from)) for plan, planned_from in plans]
     reference_s = next((measures.makespan_s for plan, measures in measured if plan.planner == reference), None)

@@ -1,6 +1,6 @@
-"""Figures as shapes, and what files make of them: SVG text, or PNG by matplotlib.
+"""Figures as shapes, which become SVG text, or PNG by matplotlib.
 
-Hatched boxes are backward: they can be told from forward without colour, in print.
+Boxes of backward are hatched, so that they differ from forward even in print without colour.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class Box:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Label:
-    """Text on a base line; `upright` is turned around its place."""
+    """Text on a base line; with `upright`, rotated around its position."""
 
     x: float
     y: float
@@ -76,7 +76,7 @@ Shape = Box | Label | Path | Dot
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Drawing:
-    """Shapes on a page, the first at the bottom."""
+    """Shapes on a page; later ones are drawn over earlier ones."""
 
     title: str
     width: int
@@ -85,7 +85,7 @@ class Drawing:
 
 
 def time_axis(end_s: float, scale: float, y: float, left: float, right: float) -> Iterator[Shape]:
-    """Round times below a line from `left` to `right`."""
+    """An axis from `left` to `right`, with round times below it."""
     marks, unit, factor = ticks(end_s, 8)
     yield Path(points=((left, y + 6), (right, y + 6)))
     for tick in marks:
@@ -97,7 +97,8 @@ def time_axis(end_s: float, scale: float, y: float, left: float, right: float) -
 def legend(
     entries: Sequence[tuple[str, str, bool]], left: float, right: float, top: float
 ) -> tuple[list[Shape], float]:
-    """Names with their colours, and whether they are hatched, in as many lines as they need; and where they end."""
+    """The shapes of a legend (names with their colours, and whether they are hatched), in as many lines as needed; and
+    the y coordinate at which it ends."""
     shapes: list[Shape] = []
     x = left
     for name, colour, hatched in entries:
@@ -160,8 +161,8 @@ def _svg_lines(shape: Shape) -> Iterator[str]:
             assert_never(shape)
 
 
-def figure_png(drawing: Drawing, scale: float = 2.0) -> bytes:
-    """A drawing as a PNG file, with `scale` pixels for each unit."""
+def figure_png(drawing: Drawing) -> bytes:
+    """A drawing as a PNG file, with two pixels for each unit."""
     if find_spec("matplotlib") is None:
         raise InputError(
             "a PNG needs matplotlib (pip install 'spindle-train[figures]'); a name that ends in .svg does not"
@@ -169,7 +170,7 @@ def figure_png(drawing: Drawing, scale: float = 2.0) -> bytes:
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
-    figure = Figure(figsize=(drawing.width / 72, drawing.height / 72), dpi=72 * scale, facecolor="#ffffff")
+    figure = Figure(figsize=(drawing.width / 72, drawing.height / 72), dpi=2 * 72, facecolor="#ffffff")
     axes = figure.add_axes((0, 0, 1, 1))
     axes.set_xlim(0, drawing.width)
     axes.set_ylim(drawing.height, 0)

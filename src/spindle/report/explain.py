@@ -22,7 +22,7 @@ _SAME_TIME = 1e-9  # of the step: planners add the same times in different order
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CurvePoint:
-    """A layer on a number of devices; efficiency is speedup over the fewest allowed, per device."""
+    """A layer on a number of devices. Efficiency is the speedup over the smallest allowed number, per device."""
 
     num_devices: int
     layer_s: float
@@ -32,7 +32,7 @@ class CurvePoint:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SlotStory:
-    """One slot: where it ran, what it waited for, and what ran at the same time (op, devices)."""
+    """One slot: its devices, what it waited for, and what ran at the same time (op, devices)."""
 
     first: int
     last: int
@@ -65,8 +65,8 @@ class SharedWeights:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LaneShare:
-    """A lane of several on which slots of an op run: by what factor they are slowed down there, and by which modules on
-    other lanes of their devices; and the lane's SMs, if it has a quota, which slows them down, too."""
+    """One of several lanes, on which slots of an op run: the factor by which modules on other lanes slow them down, and
+    which modules these are; and the lane's SMs, if it has a quota, which slows them down as well."""
 
     lane: int
     num_lanes: int
@@ -133,7 +133,7 @@ def explain(plan: Plan, profile: Profile, wanted: str | None = None) -> tuple[Op
 
 
 def _lane_shares(program: Program, profile: Profile) -> dict[str, tuple[LaneShare, ...]]:
-    """By op, the lanes of its slots, as they are simulated."""
+    """Op → the lanes of its slots, as simulated."""
     plan, timeline = program.plan, simulate(program, profile)
     alone_ns = [1e9 * (span.end_s - span.start_s) for span in spans(plan, profile)]
     passes: dict[int, list[tuple[int, int]]] = defaultdict(list)  # of one rank, by slot
@@ -179,7 +179,7 @@ def _overlap(passes: Sequence[tuple[int, int]], rivals: Sequence[tuple[int, int]
 
 
 def _points(plan: Plan, profile: Profile, op: int) -> tuple[CurvePoint, ...]:
-    """The curve at the fewest devices, the chosen numbers, their neighbours, and the most."""
+    """The curve at the smallest and the largest number of devices, at the chosen numbers, and at their neighbours."""
     setting = setting_of(plan, profile)
     curve = profile.curve(op, setting)
     counts, times = curve.num_devices, curve.folded_s(setting.recompute[op])
@@ -220,7 +220,7 @@ def _story(plan: Plan, profile: Profile, timed: Sequence[tuple[Slot, Span]], slo
 
 
 def _waited_for(plan: Plan, profile: Profile, timed: Sequence[tuple[Slot, Span]], slot: Slot, span: Span) -> str:
-    """What ended when this slot began: its data first, else its devices."""
+    """What ended when this slot started: the producer of its data, else the previous slot on its devices."""
     graph = profile.graph
     slack = _SAME_TIME * plan.folded_s
     if span.start_s <= slack:
@@ -243,7 +243,8 @@ def _waited_for(plan: Plan, profile: Profile, timed: Sequence[tuple[Slot, Span]]
 
 
 def _inflow(program: Program, profile: Profile, link: Link) -> Inflow:
-    """A program lists only what moves; everything else that the consumer needs is already in place."""
+    """The data that a slot takes from another one. A program lists only what moves; everything else that the consumer
+    needs is already in place."""
     giver, taker = program.slots[link.producer], program.slots[link.consumer]
     cost = profile.graph.metaops[giver.op].cost
     needed = 0.0 if cost is None else cost.output_bytes * giver.num_rows * taker.tensor_degree
@@ -257,7 +258,7 @@ def _inflow(program: Program, profile: Profile, link: Link) -> Inflow:
 
 
 def _shared_weights(program: Program, profile: Profile, op: int) -> tuple[SharedWeights, ...]:
-    """Weights of this op by who else uses them and how many devices hold them."""
+    """The weights of an op, grouped by the other ops that use them and the number of devices that hold them."""
     graph = profile.graph
     parameters = {parameter for layer in graph.metaops[op].parameters for parameter in layer}
     users: dict[int, list[str]] = defaultdict(list)
@@ -296,10 +297,13 @@ def _about_slots(explanation: OpExplanation) -> list[str]:
     for slot in explanation.slots:
         several = slot.last - slot.first > 1
         layers = f"Layers {slot.first} to {slot.last - 1} run" if several else f"Layer {slot.first} runs"
-        lines.append(
-            f"{layers} on {count_of(len(slot.devices), 'device')} ({format_devices(sorted(slot.devices))}) from "
-            f"{seconds(slot.start_s)} to {seconds(slot.end_s)} in wave {slot.wave}, after {slot.waited_for}."
-        )
+        layers += f" on {count_of(len(slot.devices), 'device')} ({format_devices(sorted(slot.devices))})"
+        place = f"in wave {slot.wave}, after {slot.waited_for}"
+        if explanation.lanes:  # folded times, which are those of a slot alone, are not those of the step
+            alone_s = slot.end_s - slot.start_s
+            lines.append(f"{layers} {place}; alone that takes {seconds(alone_s)}, forward and backward together.")
+        else:
+            lines.append(f"{layers} from {seconds(slot.start_s)} to {seconds(slot.end_s)} {place}.")
     if explanation.tensor_degree > 1:
         lines.append(f"Every {explanation.tensor_degree} devices hold one copy of its weights (its tensor degree).")
     if explanation.recompute:
@@ -398,6 +402,6 @@ def _about_weights(explanation: OpExplanation) -> list[str]:
 
 
 def headline(explanation: OpExplanation) -> str:
-    """What the op is."""
+    """A line that says what the op is."""
     batch = "" if explanation.batch_size is None else f", batch {explanation.batch_size}"
     return f"{explanation.op}: {count_of(explanation.num_layers, 'layer')}{batch}"

@@ -1,9 +1,8 @@
 """A step in the terminal: devices down, time across.
 
 A cell shows what its device does at the middle of the cell's time. Devices whose rows look the same become one row, so
-that hundreds fit. Where slots share a device at the same time, each of its lanes has a row (`0|1`). Letters carry
-everything: forward in capitals, backward in small letters. Where there is colour, a block has its letter only where it
-begins.
+that hundreds fit. If slots share a device at the same time, each of its lanes has a row (`0|1`). Letters alone carry
+all information: forward in capitals, backward in small letters. With colour, a block has its letter only at its start.
 """
 
 from __future__ import annotations
@@ -32,7 +31,7 @@ _OVER = -2  # a cell after the end of its step
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Mark:
-    """What a cell can show."""
+    """Something that a cell can show: a letter with its colour and meaning."""
 
     letter: str
     meaning: str
@@ -45,8 +44,8 @@ class Mark:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Chart:
-    """Rows of marks (positions in `marks`, -1 idle, -2 after the step) with the devices that look so, and the lane of
-    these devices that each row shows; the columns end at `end_s`."""
+    """Rows of cells: positions in `marks`, -1 for idle, -2 after the step. Each row has the devices that it shows, and
+    their lane. The columns end at `end_s`."""
 
     marks: tuple[Mark, ...]
     rows: tuple[tuple[tuple[int, ...], tuple[int, ...]], ...]
@@ -56,10 +55,9 @@ class Chart:
 
 
 def plan_chart(plan: Plan, profile: Profile, num_columns: int) -> Chart:
-    """The chart of a plan by its curves alone: its passes, or slots in folded time where backward mirrors forward."""
+    """The chart of a plan by curves alone: its passes, or, if backward mirrors forward, its slots in folded time."""
     graph, timed = profile.graph, spans(plan, profile)
     marks, num_ops = _op_marks(palette_of(graph)), len(graph.metaops)
-    position = {op.name: number for number, op in enumerate(graph.metaops)}
     is_folded = all(span.kind == FOLDED for span in timed)
     scale = num_columns / plan.folded_s
     num_lanes = plan.num_lanes
@@ -68,7 +66,9 @@ def plan_chart(plan: Plan, profile: Profile, num_columns: int) -> Chart:
         for span in timed
     ]
     counts = [len(on) for on in lanes]
-    codes = [position[plan.slots[span.slot].op] + (0 if span.kind in (FORWARD, FOLDED) else num_ops) for span in timed]
+    codes = [
+        graph.positions[plan.slots[span.slot].op] + (0 if span.kind in (FORWARD, FOLDED) else num_ops) for span in timed
+    ]
     cells = _paint(
         plan.num_devices * num_lanes,
         num_columns,
@@ -173,7 +173,7 @@ def _paint(
     mark: NDArray[np.int64],
     num_ops: int,
 ) -> NDArray[np.int64]:
-    """Cells by row (a lane of a device) and column, from spans in columns; later spans lie on top."""
+    """The cells by row (a lane of a device) and column that spans fill; later spans overwrite earlier ones."""
     cells = np.full((num_rows, num_columns), -1, dtype=np.int64)
     # Span [start, end) holds the middles c + 1/2 of columns first to last - 1.
     first = np.ceil(start - 0.5).astype(np.int64).clip(0, num_columns)
@@ -193,7 +193,8 @@ def _paint(
 def _grouped(
     cells: NDArray[np.int64], num_lanes: int
 ) -> tuple[tuple[tuple[tuple[int, ...], tuple[int, ...]], ...], tuple[int, ...]]:
-    """Rows with their devices, and the lane of each. Lanes beside the first show only where they run something."""
+    """Rows with their devices, and the lane of each row. Lanes other than the first are shown only if they run
+    something."""
     groups: dict[tuple[int, bytes], list[int]] = {}
     for number, row in enumerate(cells):
         device, lane = divmod(number, num_lanes)
@@ -206,7 +207,7 @@ def _grouped(
 
 
 def columns_for(width: int, num_devices: int) -> int:
-    """How many columns of time fit into `width` characters next to the labels of `num_devices` devices."""
+    """The number of columns that fit into `width` characters next to the labels of `num_devices` devices."""
     return max(10, width - _label_width(num_devices) - 2)
 
 
@@ -215,12 +216,12 @@ def _label_width(num_devices: int) -> int:
 
 
 def draw(chart: Chart, num_devices: int, width: int, in_colour: bool = False) -> Text:
-    """The chart as text that is at most `width` wide, with its axis and its legend."""
+    """The chart as text, with its axis and its legend, at most `width` characters wide."""
     return draw_rows(chart, num_devices, in_colour).append_text(draw_legend((chart,), width))
 
 
 def draw_rows(chart: Chart, num_devices: int, in_colour: bool = False) -> Text:
-    """The chart with its axis and without its legend, for charts that share one."""
+    """The chart with its axis but without a legend, for charts that share one."""
     label_width = _label_width(num_devices)
     text = Text(no_wrap=True)
     text.append(f"{'devices':>{label_width}} ", style="bold")
@@ -267,7 +268,7 @@ def _runs(row: tuple[int, ...]) -> Iterable[tuple[int, int]]:
 
 
 def ticks(end_s: float, at_most: int) -> tuple[list[float], str, float]:
-    """Round times from 0 to the end, their unit, and how many units make a second."""
+    """Round times from 0 to the end, their unit, and the number of units per second."""
     unit, factor = ("s", 1.0) if end_s >= 10 else ("ms", 1e3) if end_s >= 1e-3 else ("µs", 1e6)
     least = end_s * factor / max(1, at_most)
     power = 10.0 ** math.floor(math.log10(least))

@@ -27,8 +27,8 @@ _LOSS = "loss."  # modules that stand for the losses of tasks
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class IdleCause:
-    """Idle time while a module runs, as a share of all devices' time: `reason` continues a sentence that begins with
-    its name, `advice` is a sentence or empty. Without a module, nothing computes."""
+    """Idle time while a module runs, as a share of all devices' time; without a module, while nothing computes.
+    `reason` continues a sentence that begins with the module's name, `advice` is a sentence or empty."""
 
     module: str
     share: float
@@ -42,7 +42,7 @@ def idle_causes(
     profile: Profile,
     busy_lanes: Collection[int] = (COMPUTE, TRANSFER, SYNC),
 ) -> tuple[IdleCause, ...]:
-    """The causes of idle time, the largest first. A device is busy while one of `busy_lanes` is."""
+    """The causes of idle time, largest first. A device is busy while any of `busy_lanes` is."""
     metaops = profile.graph.metaops
     slot_of = np.array(
         [
@@ -101,7 +101,7 @@ def idle_causes(
 
 
 def idle_sentences(causes: Sequence[IdleCause], at_most: int = 4) -> list[str]:
-    """Why more than a fifth of all devices' time is idle, and what to do; nothing where it is less."""
+    """Sentences that say why devices are idle and what to do, if more than a fifth of all devices' time is idle."""
     idle = sum(cause.share for cause in causes)
     if idle <= IDLE_LIMIT:
         return []
@@ -119,7 +119,7 @@ def idle_sentences(causes: Sequence[IdleCause], at_most: int = 4) -> list[str]:
 
 
 def _covered(times: np.ndarray, intervals: np.ndarray) -> np.ndarray:
-    """Positions of the times that lie in one of these intervals, which may overlap; each position once."""
+    """The positions of times inside any of these intervals, which may overlap; each position once."""
     change = np.zeros(len(times) + 1, dtype=np.int64)
     first, last = np.searchsorted(times, intervals[:, 0]), np.searchsorted(times, intervals[:, 1])
     np.add.at(change, first, 1)
@@ -190,7 +190,7 @@ def _why(program: Program, profile: Profile, slot: int) -> tuple[str, str]:
 
 
 def _waiting_for(profile: Profile, position: int) -> list[str]:
-    """The other modules that take the output of an op, or of what its module makes of it."""
+    """The other modules that use the output of an op, directly or through later ops of its module."""
     graph = profile.graph
     name, reached, names = _name(graph.metaops[position]), [position], dict[str, None]()
     for producer in reached:

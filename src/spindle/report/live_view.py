@@ -71,12 +71,12 @@ class LivePage:
             self._history.add(event)
         self._num_events += len(new)
         if self._page_events != self._num_events:
-            self._page = self._made(self._history)
+            self._page = self._rendered(self._history)
             self._page_events = self._num_events
         spent_s = time.monotonic() - begin_s
         self._next_s = time.monotonic() + max(_LEAST_S, spent_s / _SHARE)
 
-    def _made(self, history: History) -> bytes:
+    def _rendered(self, history: History) -> bytes:
         timeline = history.timeline(self._path.name)
         title = f"{timeline.trace} on {timeline.fleet}"
         if not timeline.jobs:

@@ -52,7 +52,7 @@ def _name(op: MetaOp, curve: Curve) -> str:
 
 
 def profile_facts(profile: Profile) -> Table:
-    """Where it was measured, and what holds for all layers."""
+    """Where a profile was measured, and the measurements that hold for all layers."""
     island, link = profile.cluster.islands[0], profile.cluster.islands[0].link
     rows = [
         ("measured on", profile.measured_on or "nothing: these are no measurements"),

@@ -1,7 +1,7 @@
 """The data of the report's page: everything that it shows, in one versioned value. The page is a function of it alone.
 
-It is a header, as JSON, and columns (`spindle.timeline.columns`). `page/types.d.ts` describes the header for the page;
-a `kind` says which page it is for, so that other reports (of a fleet, say) can have their own.
+It consists of a JSON header and columns (`spindle.timeline.columns`). `page/types.d.ts` describes the header; its
+`kind` says which page it is for, because other reports (of a fleet) have pages of their own.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ _UNLIMITED = 1 << 60  # bytes: memory of devices of no particular kind
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ShownTimeline:
-    """A timeline of the report, under a name: simulated, or measured in a run."""
+    """A named timeline of the report: simulated, or measured in a run."""
 
     name: str
     timeline: Timeline
@@ -50,7 +50,8 @@ class ShownTimeline:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepReport:
-    """What a report of steps shows. The first two timelines are compared when it opens. `steps` are lines of a run."""
+    """The content of a report of steps. The first two timelines are compared when it opens. `steps` are lines of a
+    run's `steps.jsonl`."""
 
     title: str
     timelines: tuple[ShownTimeline, ...]
@@ -60,7 +61,7 @@ class StepReport:
 
 
 def step_page_data(report: StepReport) -> bytes:
-    """The packed data of a page of kind `step`: the same bytes for the same report."""
+    """The packed data of a page of kind `step`. The same report gives the same bytes."""
     groups = list(module_names(report))
     tasks = list(dict.fromkeys(op.task for shown in report.timelines for op in shown.profile.graph.metaops))
     columns: dict[str, Column] = {}
@@ -120,8 +121,8 @@ def _timeline_header(shown: ShownTimeline, program: int) -> dict[str, Any]:
 
 
 def _span_columns(shown: ShownTimeline) -> dict[str, Column]:
-    """Columns in the order of the page's rows: by rank, lane and start. `after` is how many spans before it stands the
-    one that a span waited for, 0 for none; it may be negative."""
+    """Columns in the order of the page's rows: by rank, lane and start. `after` is the distance back to the span that a
+    span waited for, which may be negative; 0 for none."""
     timeline = shown.timeline
     needs = last_needs(timeline, shown.program)
     order = np.lexsort((timeline.end, timeline.start, timeline.lane, timeline.rank))
@@ -146,7 +147,7 @@ def _span_columns(shown: ShownTimeline) -> dict[str, Column]:
 
 
 def _program_header(program: Program, profile: Profile, groups: list[str], tasks: list[str]) -> dict[str, Any]:
-    """By instruction: its name, what kind it is of, and what it belongs to (-1 where that is no module or task)."""
+    """For each instruction, its name, its kind, and the numbers of its module and task (-1 if it has none)."""
     metaops = profile.graph.metaops
     group_number = {name: number for number, name in enumerate(groups)}
     task_number = {name: number for number, name in enumerate(tasks)}
@@ -191,7 +192,7 @@ def _kind(instruction: Instruction) -> str:
 
 
 def _details(instruction: Instruction, program: Program) -> str:
-    """What a span shows beside its name."""
+    """The details that a span shows in addition to its name."""
     match instruction:
         case Forward(slot=number) | Backward(slot=number):
             slot = program.plan.slots[number]
@@ -217,7 +218,7 @@ def _details(instruction: Instruction, program: Program) -> str:
 
 
 def module_curves(report: StepReport) -> list[dict[str, Any]]:
-    """By module: seconds of one layer, forward and backward, on n devices, and the n that plans have chosen."""
+    """Module → forward and backward seconds of one layer on n devices, and the numbers of devices that plans chose."""
     modules: dict[str, dict[tuple[Any, ...], dict[str, Any]]] = {}
     programs = {id(shown.program): (shown.program, shown.profile) for shown in report.timelines}
     for program, profile in programs.values():
@@ -249,7 +250,7 @@ def module_curves(report: StepReport) -> list[dict[str, Any]]:
 
 
 def _steps(lines: Sequence[Mapping[str, Any]]) -> dict[str, Any] | None:
-    """Series of a run by step, with nulls where a step does not have a value; and its plans."""
+    """The series of a run by step, with nulls for missing values; and its plans."""
     steps = [line for line in lines if "loss" in line]
     plans = [line for line in lines if "plan" in line]
     if not steps:
@@ -270,7 +271,7 @@ def _number(value: Any) -> float | None:
 
 
 def _assumptions(report: StepReport) -> list[str]:
-    """What was assumed and left out, each sentence once."""
+    """What predictions assume and leave out, each sentence once."""
     lines: dict[str, None] = {}
     for shown in report.timelines:
         profile, plan = shown.profile, shown.program.plan

@@ -13,7 +13,7 @@ _OKABE_ITO = ("#0072b2", "#e69f00", "#009e73", "#cc79a7", "#56b4e9", "#d55e00", 
 
 def _mixed(colour: str, other: str, share: float) -> str:
     pairs = ((int(colour[start : start + 2], 16), int(other[start : start + 2], 16)) for start in (1, 3, 5))
-    return "#" + "".join(f"{round(ours * (1 - share) + theirs * share):02x}" for ours, theirs in pairs)
+    return "#" + "".join(f"{round(first * (1 - share) + second * share):02x}" for first, second in pairs)
 
 
 COLOURS = (
@@ -27,9 +27,9 @@ _LETTERS = "ABCDEFGHIJKLMNOPQRSTUVWXYZ" + "ΓΔΘΛΞΠΣΦΨΩ" + "БДЖЗИЙ
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Palette:
-    """By op position: its letter, what the letter stands for, its colour.
+    """By op position: its letter, what the letter stands for, and its colour.
 
-    Ops of one module have one colour. Where there are more ops than letters, ops of one module share a letter too.
+    Ops of one module have the same colour. If there are more ops than letters, they also share a letter.
     """
 
     letters: tuple[str, ...]
@@ -38,12 +38,12 @@ class Palette:
 
 
 def group_of(op: MetaOp) -> str:
-    """What an op has its colour from: its module, or itself where there is none."""
+    """The name that determines an op's colour: its module, or its own name if it has no module."""
     return op.name if op.module is None else op.module
 
 
 def palette_of(graph: MetaGraph) -> Palette:
-    """The palette of a workload; it follows the order of the graph alone."""
+    """The palette of a workload; it depends on the order of the graph alone."""
     groups = {name: number for number, name in enumerate(dict.fromkeys(group_of(op) for op in graph.metaops))}
     each = len(graph.metaops) <= len(_LETTERS)
     return Palette(
@@ -67,6 +67,6 @@ def _linear(channel: float) -> float:
 
 
 def darker(colour: str, share: float = 0.3) -> str:
-    """The colour with some black in it: backward beside forward. What is black gets lighter instead."""
+    """A darker shade of a colour, for backward beside forward; black becomes lighter instead."""
     is_black = all(int(colour[start : start + 2], 16) < 60 for start in (1, 3, 5))
     return _mixed(colour, "#ffffff", 0.25) if is_black else _mixed(colour, "#000000", share)

@@ -1,8 +1,9 @@
-"""Pipelined steps for people: planners side by side, the schedule as a picture, the search as it goes on."""
+"""Reports of pipelined steps: figures of plans side by side, and tables of the search."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import math
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from rich import box
@@ -18,6 +19,7 @@ from spindle.report.palette import darker, group_of, ink_on, palette_of
 
 _WIDTH, _LEFT, _RIGHT = 1200, 56, 20
 _ROW, _HEADING, _GAP = 26, 30, 18
+_LEAST_ROW, _LEAST_LABELLED, _PANEL = 5, 13, 416  # rows of many devices are lower, and not all have a number
 _MAX_IMPROVEMENTS = 16
 _LEAST_EDGED = 4  # pixels: edges of narrower boxes would hide their colour
 
@@ -29,7 +31,7 @@ def search_tables(title: str, results: Sequence[SearchResult]) -> list[Table]:
 
 
 def search_json(results: Sequence[SearchResult]) -> list[dict[str, Any]]:
-    """How the search of each replica went on: seconds of the natural order, the bound, and each improvement."""
+    """The search of each replica as JSON: seconds of the natural order, the bound, and each improvement."""
     return [
         {
             "natural_s": result.natural_ns * 1e-9,
@@ -41,9 +43,9 @@ def search_json(results: Sequence[SearchResult]) -> list[dict[str, Any]]:
 
 
 def _search_table(title: str, result: SearchResult) -> Table:
-    """How the best schedule came down, beside the natural order and the bound.
+    """The improvements of the best schedule during a search, compared with the natural order and the bound.
 
-    Times are those of the search: passes and what lies between ranks, without the optimizer's step.
+    Times are those of the search: passes and hops between ranks, without the optimizer step.
     """
     table = Table(box=box.SIMPLE_HEAD, title=title, title_justify="left", title_style="bold", pad_edge=False)
     for name in ("schedules tried", "s", "over natural", "× bound"):
@@ -69,19 +71,20 @@ def _search_table(title: str, result: SearchResult) -> Table:
 
 
 def comparison_figure(plans: Sequence[tuple[Plan, Profile]]) -> Drawing:
-    """Finished plans of one step one above another, each with the profile it was made from."""
-    titles = {"sequential": "One module at a time", "wavefront": "In waves"}
-    panels = [(titles.get(plan.planner, plan.planner), plan, profile) for plan, profile in plans]
+    """A figure of finished plans of one step, one below the other, each with the profile that it was made from."""
+    titles = {"sequential": "One module at a time", "wavefront": "Spindle: several modules at a time"}
+    panels = [(titles.get(plan.planner.split(",")[0], plan.planner), plan, profile) for plan, profile in plans]
     if any(plan.passes for plan, _ in plans):
         return pipeline_figure(panels)
     return step_figure(panels[0][2], [(title, plan) for title, plan, _ in panels])
 
 
 def pipeline_figure(panels: Sequence[tuple[str, Plan, Profile]]) -> Drawing:
-    """A panel for each (title, finished plan, its profile), one row for each pipeline rank, on one scale.
+    """A panel for each (title, finished plan, its profile), on one scale. Devices that always work together, such as
+    the tensor group of a pipeline rank, share a row.
 
-    Boxes are passes, with the number of their microbatch; backward is darker and hatched, and what only makes the
-    gradients of weights has a light edge. Grey is idle.
+    Boxes are passes, with the number of their microbatch; backward is darker and hatched, and passes that only compute
+    weight gradients have a light edge. Grey is idle.
     """
     end_s = max(plan.folded_s for _, plan, _ in panels)
     scale = (_WIDTH - _LEFT - _RIGHT) / end_s
@@ -94,51 +97,69 @@ def pipeline_figure(panels: Sequence[tuple[str, Plan, Profile]]) -> Drawing:
         body.append(Label(x=_LEFT, y=top - 10, text=title, size=15, fill=INK, bold=True))
         facts = f"{seconds(plan.makespan_s)}, {plan.makespan_s / plan.bound_s:.2f} × the bound"
         body.append(Label(x=_WIDTH - _RIGHT, y=top - 10, text=facts, size=13, anchor="end"))
-        groups = sorted({slot.devices for slot in plan.slots})
+        rows = _rows_of(plan)
+        row_height = max(_LEAST_ROW, min(_ROW, _PANEL / len(set(rows.values()))))
         palette = palette_of(graph)
         colours |= {group_of(op): colour for op, colour in zip(graph.metaops, palette.colours, strict=True)}
-        body += _panel(plan, profile, groups, top, scale)
-        top += _ROW * len(groups) + _GAP
+        body += _panel(plan, profile, rows, row_height, top, scale)
+        top += row_height * len(set(rows.values())) + _GAP
     body += time_axis(end_s, scale, top - _GAP, _LEFT, _WIDTH - _RIGHT)
     top += 26
-    note = "without transfers; backward is darker and hatched"
+    note = "transfers are left out; backward is darker and hatched"
     body.append(Label(x=_WIDTH - _RIGHT, y=top + 9, text=note, size=11, anchor="end"))
     entries = [(name, colour, False) for name, colour in {**colours, "idle": IDLE}.items()]
     shapes, top = legend(entries, _LEFT, _WIDTH - _RIGHT - 320, top)
-    title = " above ".join(title for title, _, _ in panels)
+    title = ", above: ".join(title for title, _, _ in reversed(panels))
     return Drawing(title=title, width=_WIDTH, height=round(top + 4), shapes=(*body, *shapes))
 
 
-def _panel(plan: Plan, profile: Profile, groups: list[tuple[int, ...]], top: float, scale: float) -> Iterator[Shape]:
+def _rows_of(plan: Plan) -> dict[int, int]:
+    """The row of each device. Neighbours share one if all slots have both or neither of them."""
+    slots_of: dict[int, list[int]] = {}
+    for number, slot in enumerate(plan.slots):
+        for device in slot.devices:
+            slots_of.setdefault(device, []).append(number)
+    rows: dict[int, int] = {}
+    row, before = -1, None
+    for device, slots in sorted(slots_of.items()):
+        row += slots != before
+        rows[device], before = row, slots
+    return rows
+
+
+def _panel(
+    plan: Plan, profile: Profile, rows: Mapping[int, int], row_height: float, top: float, scale: float
+) -> Iterator[Shape]:
     graph = profile.graph
     palette = palette_of(graph)
-    position = {op.name: number for number, op in enumerate(graph.metaops)}
-    row_of = {devices: row for row, devices in enumerate(groups)}
+    num_rows = len(set(rows.values()))
     width = plan.folded_s * scale
-    yield Box(x=_LEFT, y=top, width=width, height=_ROW * len(groups), fill=IDLE)
-    for row, _ in enumerate(groups):
-        yield Label(x=_LEFT - 8, y=top + (row + 0.5) * _ROW + 4, text=f"{row}", size=11, anchor="end")
+    yield Box(x=_LEFT, y=top, width=width, height=row_height * num_rows, fill=IDLE)
+    for row in range(0, num_rows, math.ceil(_LEAST_LABELLED / row_height)):
+        yield Label(x=_LEFT - 8, y=top + (row + 0.5) * row_height + 4, text=f"{row}", size=11, anchor="end")
     for span in spans(plan, profile):
         slot = plan.slots[span.slot]
-        colour = palette.colours[position[slot.op]]
+        colour = palette.colours[graph.positions[slot.op]]
         fill = colour if span.kind == FORWARD else darker(colour, 0.2 if span.kind == WEIGHT else 0.4)
-        x, y = _LEFT + span.start_s * scale, top + row_of[slot.devices] * _ROW
+        first, last = rows[slot.devices[0]], rows[slot.devices[-1]]
+        x, y = _LEFT + span.start_s * scale, top + first * row_height
+        height = (last - first + 1) * row_height
         wide = (span.end_s - span.start_s) * scale
         edge = "#fde68a" if span.kind == WEIGHT else "#ffffff"
-        again = f", {slot.recomputed} of {slot.num_layers} layers recomputed" if slot.recomputed else ""
-        away = f", {slot.offloaded} offloaded" if slot.offloaded else ""
+        recomputed = f", {slot.recomputed} of {slot.num_layers} layers recomputed" if slot.recomputed else ""
+        offloaded = f", {slot.offloaded} offloaded" if slot.offloaded else ""
         kind = {INPUT: "gradients of inputs", WEIGHT: "gradients of weights"}.get(span.kind, span.kind)
         yield Box(
             x=x,
             y=y,
             width=max(wide, 0.2),
-            height=_ROW,
+            height=height,
             fill=fill,
             edge=edge,
             edge_width=0.8 if wide >= _LEAST_EDGED else 0.0,
             hatched=span.kind != FORWARD and wide >= _LEAST_EDGED,
-            title=f"{slot.op}, {kind}{again}{away}",
+            title=f"{slot.op}, {kind}{recomputed}{offloaded}",
         )
         label = f"{slot.microbatch}"
-        if wide > 7 * len(label) + 3:
-            yield Label(x=x + wide / 2, y=y + _ROW / 2 + 4, text=label, size=10, fill=ink_on(fill), anchor="middle")
+        if wide > 7 * len(label) + 3 and height >= _LEAST_LABELLED:
+            yield Label(x=x + wide / 2, y=y + height / 2 + 4, text=label, size=10, fill=ink_on(fill), anchor="middle")

@@ -1,8 +1,8 @@
-"""Predicted and measured: where did the step differ from the simulation?
+"""Compare a measured step with its simulation, by totals, modules and waves.
 
-Both timelines are of one program, so their numbers can be compared one by one. Left out: memory, because a
-measured timeline may carry no bytes; and single transfers, because a measured transfer ends when its rank notices,
-which depends more on the rank than on the link.
+Both timelines are of one program, so their numbers can be compared one by one. Left out: memory, because a measured
+timeline may have no bytes; and single transfers, because a measured transfer ends when its rank notices, which depends
+more on the rank than on the link.
 """
 
 from __future__ import annotations
@@ -23,20 +23,20 @@ from spindle.errors import ProgramError
 from spindle.graph import MetaGraph, MetaOp
 from spindle.program import Backward, Column, Forward, OptimizerStep, Program, code, compute_lane, lane_of
 from spindle.report.gantt import Chart, draw_legend, draw_rows, timeline_chart
-from spindle.timeline import Timeline, measure
+from spindle.timeline import Timeline, device_times
 
 NS = 1e9
 _MAX_WAVES = 12
 _MAX_RATIO = 9_999
 _MAX_NAME = 30
-_ROOMY = 6  # characters of a number, up to which four pairs of them fit into 80 columns with space around their arrows
+_ROOMY = 6  # with numbers of up to this length, four pairs fit into 80 columns with spaces around their arrows
 
 Key = TypeVar("Key", int, str)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Pair:
-    """The same seconds, predicted and measured."""
+    """A time, as predicted and as measured."""
 
     predicted_s: float
     measured_s: float
@@ -47,7 +47,7 @@ class Pair:
 
     @property
     def ratio(self) -> float | None:
-        """Measured over predicted; none where nothing was predicted."""
+        """Measured over predicted time; None if the prediction is zero."""
         return self.measured_s / self.predicted_s if self.predicted_s > 0 else None
 
     def __add__(self, other: Pair) -> Pair:
@@ -56,7 +56,7 @@ class Pair:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TotalsComparison:
-    """The step, and what a device did in it, as a mean over devices: the five add up to the step.
+    """The time of the step, and how a device spends it, as a mean over devices: the other five add up to the step.
 
     Transfers and synchronisation count only while a device does not compute, as in `Measures`.
     """
@@ -71,7 +71,7 @@ class TotalsComparison:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PassComparison:
-    """Device-seconds of compute."""
+    """Device-seconds of forward and backward."""
 
     forward: Pair
     backward: Pair
@@ -83,14 +83,14 @@ class PassComparison:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModuleComparison(PassComparison):
-    """All slots of a module; of a task, for ops that have no module."""
+    """All slots of a module, or, for ops without a module, of a task."""
 
     module: str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WaveComparison(PassComparison):
-    """A wave, and when the first device begins its forward and the last one ends it."""
+    """A wave, and when the first device starts and the last one ends its forward."""
 
     wave: int
     forward_start: Pair
@@ -99,8 +99,8 @@ class WaveComparison(PassComparison):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepComparison:
-    """One step, predicted and measured. Modules are in the order of the graph, waves in their own. `lanes` has the busy
-    time of each compute lane, as a mean over devices, where a plan has several."""
+    """One step, predicted and measured. Modules are in the order of the graph. If the plan has several lanes, `lanes`
+    is the busy time of each compute lane, as a mean over devices."""
 
     workload: str
     planner: str
@@ -111,22 +111,16 @@ class StepComparison:
     lanes: tuple[Pair, ...] = ()
 
     @property
-    def step_ratio(self) -> float | None:
-        return self.totals.step.ratio
-
-    @property
     def module_error(self) -> float | None:
-        """Mean over modules of |measured / predicted - 1|, each weighing its predicted device-seconds.
-
-        A module of which nothing was predicted weighs nothing; none where that is all of them.
-        """
+        """The mean over modules of |measured / predicted - 1|, weighted by predicted device-seconds; None if all
+        predictions are zero."""
         predicted = [module.both for module in self.modules if module.both.predicted_s > 0]
         weight_s = sum(pair.predicted_s for pair in predicted)
         return sum(abs(pair.difference_s) for pair in predicted) / weight_s if predicted else None
 
 
 def compare_step(predicted: Timeline, measured: Timeline, program: Program, graph: MetaGraph) -> StepComparison:
-    """Compare a measured step with its prediction. Raise a ProgramError if one of them is not of this program."""
+    """Compare a measured step with its prediction. Raises a ProgramError if one of them is of another program."""
     if program.plan.fingerprint != graph.fingerprint:
         raise ProgramError(
             f"this program was made for another workload: {program.plan.workload!r} (fingerprint "
@@ -189,7 +183,8 @@ def _name_of(op: MetaOp) -> str:
 
 
 def _refuse_another(name: str, timeline: Timeline, program: Program) -> None:
-    """The same instructions, and every forward and backward once on each of its ranks."""
+    """Raise a ProgramError unless a timeline has the program's instructions, and every forward and backward once on
+    each of its ranks."""
     if timeline.instructions != program.instructions:
         raise ProgramError(
             f"the {name} timeline is of another program: {_first_difference(timeline, program)}; "
@@ -214,7 +209,7 @@ def _refuse_another(name: str, timeline: Timeline, program: Program) -> None:
 
 
 def _computed(program: Program, ranks: Column, instructions: Column) -> Column:
-    """Which rank runs which forward and backward, each as one number, sorted."""
+    """Which rank runs which forward and backward: (rank, instruction) packed into one number, sorted."""
     computes = np.array([isinstance(instruction, Forward | Backward) for instruction in program.instructions])
     chosen = computes[instructions]
     return np.sort(ranks[chosen] * len(program.instructions) + instructions[chosen])
@@ -229,7 +224,7 @@ def _first_difference(timeline: Timeline, program: Program) -> str:
 
 @dataclass(frozen=True, slots=True)
 class _Sums:
-    """By instruction, over its ranks: device time, first start, last end."""
+    """For each instruction, over its ranks: total device time, first start, last end."""
 
     device_ns: Column
     start_ns: Column
@@ -251,7 +246,7 @@ def _sums(timeline: Timeline) -> _Sums:
 
 @dataclass(frozen=True, slots=True)
 class _Passes:
-    """Numbers of instructions that compute."""
+    """The instruction numbers of forward and backward passes."""
 
     forward: list[int] = field(default_factory=list)
     backward: list[int] = field(default_factory=list)
@@ -289,18 +284,16 @@ def _totals(predicted: Timeline, measured: Timeline) -> TotalsComparison:
 
 
 def _seconds_of(timeline: Timeline) -> dict[str, float]:
-    measures = measure(timeline)
+    compute_ns, transfer_ns, sync_ns, idle_ns = device_times(timeline).sum(axis=0).tolist()
     updates = np.array([isinstance(instruction, OptimizerStep) for instruction in timeline.instructions], dtype=bool)
     optimizer_ns = int((timeline.end - timeline.start)[updates[timeline.instruction]].sum())
-    step_ns = timeline.makespan_ns * timeline.num_ranks
-    # Shares are of whole nanoseconds: rounding gives those back, and what is nothing stays nothing.
     device_ns = {
-        "step": step_ns,
-        "compute": max(0, round(measures.compute_share * step_ns) - optimizer_ns),
+        "step": timeline.makespan_ns * timeline.num_ranks,
+        "compute": max(0, compute_ns - optimizer_ns),
         "optimizer": optimizer_ns,
-        "transfer": round(measures.transfer_share * step_ns),
-        "sync": round(measures.sync_share * step_ns),
-        "idle": round(measures.idle_share * step_ns),
+        "transfer": transfer_ns,
+        "sync": sync_ns,
+        "idle": idle_ns,
     }
     return {name: value / timeline.num_ranks / NS for name, value in device_ns.items()}
 
@@ -363,13 +356,13 @@ def _module_table(modules: Sequence[ModuleComparison]) -> Table:
     for name in ("forward", "ratio", "backward", "ratio"):
         table.add_column(name, justify="right", no_wrap=True)
     cells = zip(_arrows(forward, per_second), _arrows(backward, per_second), strict=True)
-    for module, (there, back) in zip(modules, cells, strict=True):
-        table.add_row(module.module, there, _ratio(module.forward), back, _ratio(module.backward))
+    for module, (forward_cell, backward_cell) in zip(modules, cells, strict=True):
+        table.add_row(module.module, forward_cell, _ratio(module.forward), backward_cell, _ratio(module.backward))
     return table
 
 
 def _wave_table(waves: Sequence[WaveComparison]) -> Table:
-    """The ratio is of the device time of both passes together."""
+    """A table of the waves; its ratio is of the device time of both passes together."""
     shown = _worth_showing(waves)
     columns = (
         [wave.forward_start for wave in shown],
@@ -393,7 +386,7 @@ def _wave_table(waves: Sequence[WaveComparison]) -> Table:
 
 
 def _worth_showing(waves: Sequence[WaveComparison]) -> list[WaveComparison]:
-    """All waves if they are few; else the first ones, and of the others those that are furthest off."""
+    """All waves if they are few; else the first ones, and the others with the largest differences."""
     if len(waves) <= _MAX_WAVES:
         return list(waves)
     num_first = _MAX_WAVES // 2
@@ -415,13 +408,13 @@ def _table(title: str) -> Table:
 
 
 def _unit(pairs: Iterable[Pair]) -> tuple[str, float]:
-    """One unit for a whole table, by its largest number, and how many make a second."""
+    """One unit for a whole table, chosen by its largest number, and the number of units per second."""
     largest_s = max((max(pair.predicted_s, pair.measured_s) for pair in pairs), default=0.0)
     return ("s", 1.0) if largest_s >= 100 else ("ms", 1e3) if largest_s >= 1e-3 else ("µs", 1e6)
 
 
 def _arrows(column: Sequence[Pair], per_second: float) -> list[str]:
-    """`12.34 → 13.10`, arrows under each other; closer together where the numbers leave no room."""
+    """Cells such as `12.34 → 13.10`, with arrows aligned; without spaces around them if numbers are long."""
     predicted = [figures(pair.predicted_s * per_second) for pair in column]
     measured = [figures(pair.measured_s * per_second) for pair in column]
     width = max(map(len, (*predicted, *measured)), default=0)
@@ -444,7 +437,7 @@ def _signed(value: float) -> str:
 def step_charts(
     predicted: Timeline, measured: Timeline, program: Program, graph: MetaGraph, num_columns: int
 ) -> tuple[Chart, Chart]:
-    """The charts of both steps on one scale, which ends with the longer of them."""
+    """The charts of both steps on one scale, which ends with the longer step."""
     end_ns = max(1, predicted.makespan_ns, measured.makespan_ns)
     return (
         timeline_chart(predicted, program, graph, num_columns, end_ns),

@@ -8,8 +8,8 @@
     steps.jsonl                 a line for each step, evaluation and plan
     profiler/                   traces of torch.profiler, where they were asked for
 
-Checkpoints may stand beside them (`step-400/`). A folder that was cut off while it was written, or in which a file is
-not the one that was written, is refused in a sentence.
+Checkpoints may be in the same folder (`step-400/`). A folder that was not written completely, or in which a file has
+changed, is refused with an error of one sentence.
 """
 
 from __future__ import annotations
@@ -47,8 +47,8 @@ _KIND = "run"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunFiles:
-    """`run.json`: the run's name, the digests of the files beside it, and which ranks own parameters, which a program
-    has and its plan has not."""
+    """`run.json`: the run's name, the digests of the other files, and which ranks own which parameters, which is part
+    of a program but not of its plan."""
 
     name: str
     spindle_version: str
@@ -60,7 +60,7 @@ class RunFiles:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Run:
-    """What a run folder holds. `steps` are the lines of its steps, evaluations and plans, in the order of steps."""
+    """The content of a run folder. `steps` are the lines of its steps, evaluations and plans, in the order of steps."""
 
     name: str
     profile: Profile
@@ -83,9 +83,9 @@ def write_run(
     workload: Workload | None = None,
     notices: Sequence[str] = (),
 ) -> None:
-    """Write the files of a run's current plan in place of those of an earlier one; `measured` is by step.
+    """Write the files of a run's current plan, which replace those of an earlier plan; `measured` is by step.
 
-    Without a `workload`, the one that is there stays. Lines of steps are written by others as they happen.
+    Without a `workload`, the existing one is kept. Lines of steps are written elsewhere, as they happen.
     """
     folder.mkdir(parents=True, exist_ok=True)
     (folder / RUN).unlink(missing_ok=True)  # the folder is whole when it is there again
@@ -115,7 +115,7 @@ def write_run(
 
 
 def read_run(folder: Path) -> Run:
-    """Read a run folder; raise an InputError in one sentence where it is none, or not whole."""
+    """Read a run folder. Raises an InputError of one sentence if it is incomplete or something else."""
     if not folder.is_dir():
         raise InputError(f"{folder}: no such folder")
     if not (folder / RUN).exists():
@@ -156,7 +156,7 @@ def read_run(folder: Path) -> Run:
 
 def _program(folder: Path, files: RunFiles, profile: Profile) -> Program:
     try:
-        plan = read_plan(folder / PLAN, profile.graph)
+        plan = read_plan(folder / PLAN, profile)
         check(plan, profile)
         program = lower(plan, profile, owning_ranks=dict(files.owning_ranks) or None)
     except InputError:
@@ -169,7 +169,7 @@ def _program(folder: Path, files: RunFiles, profile: Profile) -> Program:
 
 
 def _steps(path: Path) -> tuple[dict[str, Any], ...]:
-    """Lines in order; a step that was trained again after a restart counts as it was the last time."""
+    """The lines in order; if a step was trained again after a restart, the last one counts."""
     if not path.exists():
         return ()
     text = read_text_file(path)

@@ -1,4 +1,4 @@
-"""Reports of runs: their predicted step beside measured ones, and runs beside one another."""
+"""Reports of runs: predicted and measured steps side by side, and several runs side by side."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from spindle.report.run_folder import Run
 
 
 def run_report(runs: Mapping[str, Run]) -> StepReport:
-    """The report of one run: its predicted step and the median of its measured ones first. Of several, by the names of
-    their folders: a typical step of each first."""
+    """The report of one run, with its predicted step and the median of its measured steps first. For several runs,
+    named after their folders, a typical step of each comes first."""
     if len(runs) == 1:
         ((folder, run),) = runs.items()
         typical = _typical(run)
@@ -49,7 +49,7 @@ def _measured(run: Run) -> list[ShownTimeline]:
 
 
 def _typical(run: Run) -> ShownTimeline:
-    """The measured step whose length is the median; the predicted one where none was measured."""
+    """The measured step of median length; the predicted step if none was measured."""
     by_time = sorted(_measured(run), key=lambda shown: shown.timeline.makespan_ns)
     return by_time[len(by_time) // 2] if by_time else _predicted(run)
 
@@ -63,7 +63,7 @@ def _notes(run: Run) -> tuple[str, ...]:
 
 
 def _joined_steps(runs: Mapping[str, Run]) -> Sequence[Mapping[str, Any]]:
-    """Lines of all runs by step: the loss and the time of a step of each under its name."""
+    """Lines of all runs by step, with the loss and the step time of each run under its name."""
     lines: dict[int, dict[str, Any]] = {}
     for name, run in runs.items():
         for entry in run.steps:

@@ -33,14 +33,14 @@ from spindle.report.palette import COLOURS, darker, group_of, ink_on
 from spindle.timeline import Timeline
 
 _WIDTH, _LEFT, _RIGHT = 1200, 92, 20
-_ROW, _THIN, _GAP = 22, 5, 6
+_ROW, _LANE, _THIN, _GAP = 22, 15, 5, 6
 _MAX_ROWS = 24  # of each step
 _COMMUNICATION, _OPTIMIZER = "#8d949f", "#b3a7c4"
 _PANEL_WIDTH, _PANEL_HEIGHT = 360, 220
 
 
 def write_figure(path: FilePath, drawing: Drawing) -> None:
-    """Write a figure as its name ends: .svg or .png."""
+    """Write a figure in the format of its file name, .svg or .png."""
     if path.suffix == ".png":
         write_bytes_atomically(path, figure_png(drawing))
     elif path.suffix == ".svg":
@@ -50,7 +50,7 @@ def write_figure(path: FilePath, drawing: Drawing) -> None:
 
 
 def step_drawing(report: StepReport) -> Drawing:
-    """The first two steps of a report one above the other, on one scale. Devices with equal rows are drawn once."""
+    """The first two steps of a report, one below the other, on one scale. Devices with equal rows are drawn once."""
     shown = report.timelines[:2]
     names = module_names(report)
     end_s = max(entry.timeline.makespan_s for entry in shown) or 1e-9
@@ -68,7 +68,7 @@ def step_drawing(report: StepReport) -> Drawing:
         rows = _folded(entry.timeline)
         for ranks in rows[:_MAX_ROWS]:
             body += _device(entry, ranks, top, scale, names)
-            top += _ROW + 2 * _THIN + _GAP
+            top += _height(entry) + 2 * _THIN + _GAP
         if len(rows) > _MAX_ROWS:
             body.append(Label(x=_LEFT, y=top + 10, text=f"and {len(rows) - _MAX_ROWS} more rows of devices", size=11))
             top += 16
@@ -91,7 +91,7 @@ def step_drawing(report: StepReport) -> Drawing:
 
 
 def _folded(timeline: Timeline) -> list[list[int]]:
-    """Devices whose spans are of the same instructions at the same times."""
+    """Groups of devices whose spans have the same instructions at the same times."""
     groups: dict[bytes, list[int]] = {}
     order = np.lexsort((timeline.start, timeline.lane, timeline.rank))
     bounds = np.searchsorted(timeline.rank[order], np.arange(timeline.num_ranks + 1))
@@ -103,20 +103,27 @@ def _folded(timeline: Timeline) -> list[list[int]]:
     return list(groups.values())
 
 
+def _height(entry: ShownTimeline) -> float:
+    """The height of a device without its communication: its lanes are below each other."""
+    num_lanes = entry.program.plan.num_lanes
+    return _ROW if num_lanes == 1 else num_lanes * _LANE
+
+
 def _device(entry: ShownTimeline, ranks: list[int], top: float, scale: float, names: dict[str, str]) -> Iterator[Shape]:
-    """The row of a device: compute, and what it sends and reduces below."""
+    """The row of a device: compute, and below it transfers and gradient reductions."""
     timeline, program, metaops = entry.timeline, entry.program, entry.profile.graph.metaops
-    yield Label(x=_LEFT - 8, y=top + _ROW / 2 + 4, text=_shortened(format_devices(ranks)), size=11, anchor="end")
-    yield Box(x=_LEFT, y=top, width=timeline.makespan_s * scale, height=_ROW, fill=IDLE)
+    height = _height(entry)
+    yield Label(x=_LEFT - 8, y=top + height / 2 + 4, text=_shortened(format_devices(ranks)), size=11, anchor="end")
+    yield Box(x=_LEFT, y=top, width=timeline.makespan_s * scale, height=height, fill=IDLE)
     spans = np.flatnonzero(timeline.rank == ranks[0])
     lanes = sorted({int(lane) for lane in timeline.lane[spans] if is_compute(int(lane))})
-    tall = _ROW / max(1, len(lanes))
+    tall = height / max(1, len(lanes))
     for span in spans[np.argsort(timeline.start[spans], kind="stable")].tolist():
         instruction, lane = timeline.instructions[timeline.instruction[span]], int(timeline.lane[span])
         x = _LEFT + timeline.start[span] * 1e-9 * scale
         width = float(timeline.end[span] - timeline.start[span]) * 1e-9 * scale
         if not is_compute(lane):
-            y = top + _ROW + (_THIN + 1) * (lane - 1)
+            y = top + height + (_THIN + 1) * (lane - 1)
             yield Box(x=x, y=y, width=max(width, 0.2), height=_THIN - 1, fill=_COMMUNICATION)
             continue
         y = top + lanes.index(lane) * tall
@@ -152,8 +159,8 @@ def _shortened(text: str) -> str:
 
 
 def curves_drawing(report: StepReport) -> Drawing:
-    """Of each module whose layers may run on several numbers of devices: seconds of one layer on n devices. Large dots
-    are the numbers that plans have chosen; dashed is an even division."""
+    """A plot for each module whose layers may run on several numbers of devices: seconds of one layer on n devices.
+    Large dots are the numbers that plans chose; the dashed line is ideal scaling."""
     modules = [
         module for module in module_curves(report) if any(len(curve["devices"]) > 1 for curve in module["curves"])
     ]

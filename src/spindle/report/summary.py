@@ -31,12 +31,12 @@ def loss_table(losses: Sequence[Mapping[str, float]], max_tasks: int | None = _M
 
 
 def loss_text(loss: float) -> str:
-    """Three decimals, or four figures of a small loss."""
+    """A loss with three decimals, or with four significant digits if it is small."""
     return f"{loss:.3f}" if abs(loss) >= 0.1 or loss == 0 else f"{loss:.4g}"
 
 
 def largest_differences(comparison: StepComparison) -> list[str]:
-    """The one or two parts of a device's step that differ most from the prediction, a sentence each."""
+    """A sentence for each of the one or two parts of a device's step that differ most from the prediction."""
     totals, num_ranks = comparison.totals, comparison.num_ranks
     waiting = totals.idle + totals.transfer + totals.sync
     parts = [
@@ -47,7 +47,7 @@ def largest_differences(comparison: StepComparison) -> list[str]:
     least_s = _WORTH_TELLING * totals.step.predicted_s
     parts.sort(key=lambda part: -abs(part[2].difference_s))
     sentences = [_sentence(*part) for part in parts[:_NUM_DIFFERENCES] if abs(part[2].difference_s) >= least_s]
-    return sentences or [f"Every part of a device's step is within {_WORTH_TELLING:.0%} of the step as predicted."]
+    return sentences or [f"Every part of a device's step is as predicted, to within {_WORTH_TELLING:.0%} of the step."]
 
 
 def _per_device(pair: Pair, num_ranks: int) -> Pair:

@@ -35,16 +35,16 @@ def plan_facts(plan: Plan, measures: Measures, profile: Profile) -> Table:
         ("workload", f"{plan.workload} on {plan.cluster}"),
         ("planner", _planner(plan)),
         ("step, simulated", f"{seconds(measures.makespan_s)}, {times_bound(measures.makespan_s, plan.bound_s)}"),
-        ("bound", f"{seconds(plan.bound_s)}, below which no plan of this kind comes"),
+        ("bound", f"{seconds(plan.bound_s)}; no plan of this kind can be faster"),
         ("idle", percent(measures.idle_share)),
-        ("slots", f"{len(plan.slots)} in {_waves(plan)}, {slots_per_op(plan):.2f} for each op"),
+        ("slots", f"{len(plan.slots)} in {_waves(plan)}, {slots_per_op(plan):.2f} per op"),
         *([("chosen", plan.settings)] if plan.settings else []),
-        *([("passes", _kept(plan))] if plan.passes else []),
+        *([("passes", _passes_text(plan))] if plan.passes else []),
         ("peak memory", memory(measures.peak_bytes, profile)),
     ]
     if counts_bytes(profile):
         shares = f"{percent(measures.transfer_share)} send and receive, {percent(measures.sync_share)} synchronisation"
-        rows.insert(5, ("not hidden", shares))
+        rows.insert(5, ("exposed", shares))
     if profile.graph.parameters:
         rows.append(("checkpoint", _checkpoint(plan, profile)))
     num_used = len({device for slot in plan.slots for device in slot.devices})
@@ -66,7 +66,7 @@ def plan_facts(plan: Plan, measures: Measures, profile: Profile) -> Table:
 
 
 def _checkpoint(plan: Plan, profile: Profile) -> str:
-    """Its size, and how long the device that writes most of it copies to its host."""
+    """The size of a checkpoint, and how long the device that writes most of it takes to copy it to its host."""
     num_bytes_of = checkpoint_bytes(lower(plan, profile), profile.graph)
     largest, rate = max(num_bytes_of.values(), default=0), profile.cluster.kind.host_bytes_per_s
     copied = f", copied in {seconds(largest / rate)}" if rate else ""
@@ -74,7 +74,8 @@ def _checkpoint(plan: Plan, profile: Profile) -> str:
 
 
 def _unused(num_used: int, num_devices: int) -> str:
-    """A sentence about unused devices, and what would use them: an op takes no more devices than its batch has rows."""
+    """A sentence about unused devices and what would use them: an op cannot use more devices than its batch has
+    rows."""
     factor = math.ceil(num_devices / num_used * 100) / 100
     return f"{num_used:,} of {num_devices:,} are used; batches {factor:g} times as large could use all of them"
 
@@ -93,7 +94,7 @@ def _planner(plan: Plan) -> str:
     return plan.planner + searched + cut
 
 
-def _kept(plan: Plan) -> str:
+def _passes_text(plan: Plan) -> str:
     """The number of passes, and the share of layers that are recomputed and offloaded."""
     layers = sum(slot.num_layers for slot in plan.slots)
     shares = [
@@ -116,12 +117,13 @@ def times_bound(time_s: float, bound_s: float) -> str:
 
 
 def measure_facts(plan: Plan, measures: Measures, profile: Profile, bound_s: float) -> Table:
-    """The main facts about a simulated step, with the bound on this cluster, which need not be the one planned for."""
+    """The main facts about a simulated step, and the bound on this cluster, which may differ from the planned one."""
+    known_bound = f", {times_bound(measures.makespan_s, bound_s)}" if bound_s else ""  # not of a pipeline's text
     return facts(
         [
             ("workload", f"{plan.workload} on {profile.cluster.name}"),
             ("plan", f"{plan.planner}, {count_of(len(plan.slots), 'slot')} in {_waves(plan)}"),
-            ("step", f"{seconds(measures.makespan_s)}, {times_bound(measures.makespan_s, bound_s)}"),
+            ("step", f"{seconds(measures.makespan_s)}{known_bound}"),
             ("compute", percent(measures.compute_share)),
             ("send, receive", f"{percent(measures.transfer_share)} that compute does not hide"),
             ("synchronise", f"{percent(measures.sync_share)} that compute does not hide"),
@@ -132,10 +134,8 @@ def measure_facts(plan: Plan, measures: Measures, profile: Profile, bound_s: flo
 
 
 def comparison_table(comparison: Comparison, profile: Profile, reference: str, narrow: bool = False) -> Table:
-    """Planners as rows, fastest first; a narrow one has only the times and what they are compared with.
-
-    Where the model's FLOPs are known, it is a pipeline's.
-    """
+    """A table of planners, fastest first; if narrow, only with times and what they are compared with. If the model's
+    FLOPs are known, it is a table of pipelines."""
     if any(row.mfu is not None for row in comparison.plans):
         return _pipelines_table(comparison, reference)
     title = f"{comparison.workload} on {comparison.cluster}: one step"
@@ -193,7 +193,7 @@ def _pipelines_table(comparison: Comparison, reference: str) -> Table:
 
 
 def settings_lines(comparison: Comparison) -> list[Text]:
-    """What the planners of pipelines chose by simulation."""
+    """The settings that pipeline planners chose by simulation."""
     lines = []
     for row in comparison.plans:
         if row.settings:
@@ -230,7 +230,7 @@ def bound_facts(report: BoundReport) -> Table:
 
 
 def pipeline_bound_facts(bound: PipelineBound, profile: Profile, sizes: Mapping[str, int]) -> Table:
-    """The bound of a batch over all pipelines, and what it is made of."""
+    """The bound of a batch over all pipelines, and its components."""
     split = ", ".join(f"up to {size} for {module}" for module, size in sizes.items()) or "none, microbatches are whole"
     return facts(
         [

@@ -52,7 +52,7 @@ def _flows(timeline: Timeline, program: Program) -> Iterator[Flow]:
 
 
 def instruction_name(instruction: Instruction, program: Program) -> str:
-    """What an instruction does, with the op it does it for."""
+    """The name of an instruction's span: what it does, and for which op."""
     slots = program.plan.slots
     match instruction:
         case Forward(slot=slot):

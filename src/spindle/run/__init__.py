@@ -4,7 +4,7 @@ from spindle.run.backward_split import WeightPart, capture_input_part
 from spindle.run.budget import Budget, limit_gpu_memory
 from spindle.run.compute import seed_of
 from spindle.run.executor import Executor
-from spindle.run.graphs import capturing, own_workspaces
+from spindle.run.graph_memory import capturing, own_workspaces
 from spindle.run.green_contexts import partitions, sm_groups
 from spindle.run.items import (
     CountedRows,
@@ -34,6 +34,7 @@ from spindle.run.pytrees import (
     cut_leaf,
     digest,
     fingerprint_of,
+    has_uneven_rows,
     on_device,
     plain,
     pytree_meta,
@@ -108,6 +109,7 @@ __all__ = [
     "cut_slice",
     "digest",
     "fingerprint_of",
+    "has_uneven_rows",
     "held_parameters",
     "join_items",
     "join_world",

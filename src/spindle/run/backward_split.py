@@ -36,7 +36,7 @@ class _Fork:
         self.reached = gradients
 
     def run(self, *, keeps: bool) -> list[tuple[GradientEdge, torch.Tensor]]:
-        """Compute the gradients at its edges to weights; `keeps` what they are computed from."""
+        """Compute the gradients at its edges to weights. With `keeps`, keep what they are computed from."""
         reached = [
             (GradientEdge(self.node, output), gradient)
             for output, gradient in enumerate(self.reached)
@@ -54,7 +54,8 @@ class WeightPart:
     """The second part of a split backward pass, to be run once."""
 
     forks: list[_Fork] = field(default_factory=list)
-    roots: list[tuple[GradientEdge, torch.Tensor]] = field(default_factory=list)  # edges that lead to weights only
+    # Edges below which there are only weights.
+    roots: list[tuple[GradientEdge, torch.Tensor]] = field(default_factory=list)
 
     def run(self) -> None:
         """Accumulate the gradients of weights, and free what they are computed from."""
@@ -66,7 +67,7 @@ class WeightPart:
             torch.autograd.backward(edges, gradients)
 
     def gradients(self, weights: Sequence[torch.Tensor]) -> list[Gradient]:
-        """The gradients of these weights. Nothing is accumulated, and nothing freed."""
+        """The gradients of these weights, without accumulating or freeing anything."""
         pending = [*self.roots, *(root for fork in self.forks for root in fork.run(keeps=True))]
         if not pending or not weights:
             return [None] * len(weights)
@@ -75,28 +76,29 @@ class WeightPart:
 
     @property
     def sources(self) -> list[torch.Tensor]:
-        """The gradients from which those of weights are computed."""
+        """The gradients from which the gradients of weights are computed."""
         reached = [gradient for fork in self.forks for gradient in fork.reached if gradient is not None]
         return [*reached, *(gradient for _, gradient in self.roots)]
 
 
 @dataclass(frozen=True, slots=True)
 class _Split:
-    """What the first part of a backward pass computes, and where the second one begins."""
+    """What the first part of a backward pass computes, and where the second part begins."""
 
-    now: list[tuple[GradientEdge, torch.Tensor]]  # edges at which the first part begins
-    tangled: list[torch.Tensor]  # weights whose gradients it computes, too
+    first_edges: list[tuple[GradientEdge, torch.Tensor]]  # the edges where the first part begins
+    tangled: list[torch.Tensor]  # weights whose gradients the first part computes, too
     forks: list[_Fork]
     roots: list[tuple[GradientEdge, torch.Tensor]]
 
 
 def run_input_part(outputs: Sequence[Any], gradients: Sequence[Gradient], inputs: Iterable[torch.Tensor]) -> WeightPart:
-    """Run the first part, which leaves gradients in `inputs`, all leaves of the graph. Returns the second part."""
+    """Run the first part, which leaves gradients in `inputs`, all of them leaves of the graph. Returns the second
+    part."""
     wanted = list(inputs)
     split = _split(outputs, gradients, wanted)
-    if split.now:
+    if split.first_edges:
         with _recording(split.forks):
-            ends, values = zip(*split.now, strict=True)
+            ends, values = zip(*split.first_edges, strict=True)
             keeps = bool(split.forks or split.roots)
             torch.autograd.backward(ends, values, retain_graph=keeps, inputs=wanted + split.tangled)
     return WeightPart(split.forks, split.roots)
@@ -105,13 +107,13 @@ def run_input_part(outputs: Sequence[Any], gradients: Sequence[Gradient], inputs
 def capture_input_part(
     outputs: Sequence[Any], gradients: Sequence[Gradient], inputs: Iterable[torch.Tensor]
 ) -> WeightPart:
-    """`run_input_part` for a CUDA graph: no gradient of a weight is accumulated, because the lane of the second part
-    writes them all, and nothing that part reads is freed."""
+    """`run_input_part` for a CUDA graph: gradients of weights are not accumulated, because the lane of the second part
+    writes all of them, and nothing is freed that the second part reads."""
     wanted = list(inputs)
     split = _split(outputs, gradients, wanted)
-    if split.now:
+    if split.first_edges:
         with _recording(split.forks):
-            ends, values = zip(*split.now, strict=True)
+            ends, values = zip(*split.first_edges, strict=True)
             computed = torch.autograd.grad(ends, wanted + split.tangled, values, retain_graph=True, allow_unused=True)
         for leaf, gradient in zip(wanted, computed, strict=False):
             leaf.grad = gradient
@@ -122,7 +124,7 @@ def capture_input_part(
 
 @contextmanager
 def _recording(forks: Sequence[_Fork]) -> Iterator[None]:
-    """Inside, forks record the gradients that reach them."""
+    """A context in which forks record the gradients that reach them."""
     hooks = [fork.node.register_prehook(fork.record) for fork in forks]
     try:
         yield
@@ -137,7 +139,7 @@ def _split(outputs: Sequence[Any], gradients: Sequence[Gradient], inputs: Iterab
         for leaf, gradient in zip(outputs, gradients, strict=True)
         if gradient is not None and takes_gradient(leaf)
     ]
-    to_inputs = _leading({edge.node for edge, _ in pairs}, {get_gradient_edge(leaf).node for leaf in inputs})
+    to_inputs = _leads_to({edge.node for edge, _ in pairs}, {get_gradient_edge(leaf).node for leaf in inputs})
     forks = []
     for node, leads in to_inputs.items():
         below = dict.fromkeys(node.next_functions) if leads else ()
@@ -145,18 +147,18 @@ def _split(outputs: Sequence[Any], gradients: Sequence[Gradient], inputs: Iterab
         if edges:
             forks.append(_Fork(node, edges))
     roots = [(edge, gradient) for edge, gradient in pairs if not to_inputs[edge.node]]
-    now = [(edge, gradient) for edge, gradient in pairs if to_inputs[edge.node]]
-    tangled = _tangled_weights(forks, [edge for edge, _ in roots])
+    first_edges = [(edge, gradient) for edge, gradient in pairs if to_inputs[edge.node]]
+    tangled = _weights_of_several_forks(forks, [edge for edge, _ in roots])
     if tangled:
-        now += [(edge, gradient) for edge, gradient in roots if not _leaves([edge]).isdisjoint(tangled)]
+        first_edges += [(edge, gradient) for edge, gradient in roots if not _leaves([edge]).isdisjoint(tangled)]
         roots = [(edge, gradient) for edge, gradient in roots if _leaves([edge]).isdisjoint(tangled)]
         forks = [fork for fork in forks if _leaves(fork.edges).isdisjoint(tangled)]
     weights = [node.variable for node in tangled]  # type: ignore[attr-defined]
-    return _Split(now, weights, forks, roots)
+    return _Split(first_edges, weights, forks, roots)
 
 
-def _leading(roots: Iterable[Node], ends: set[Node]) -> dict[Node, bool]:
-    """All nodes below the roots, by depth-first search, each with whether it leads to one of `ends`."""
+def _leads_to(roots: Iterable[Node], ends: set[Node]) -> dict[Node, bool]:
+    """All nodes below the roots, by depth-first search, and whether each of them leads to one of `ends`."""
     leads: dict[Node, bool] = {}
     stack: list[tuple[Node, bool]] = [(root, False) for root in roots]
     while stack:
@@ -164,7 +166,7 @@ def _leading(roots: Iterable[Node], ends: set[Node]) -> dict[Node, bool]:
         if are_children_done:
             leads[node] = node in ends or any(leads[below] for below, _ in node.next_functions if below is not None)
         elif node not in leads:
-            leads[node] = False  # until its children are done
+            leads[node] = False  # revisited when its children are done
             stack.append((node, True))
             stack += [(below, False) for below, _ in node.next_functions if below is not None and below not in leads]
     return leads
@@ -172,14 +174,16 @@ def _leading(roots: Iterable[Node], ends: set[Node]) -> dict[Node, bool]:
 
 def _leaves(edges: Iterable[GradientEdge]) -> set[Node]:
     """The leaf nodes of the graph below these edges."""
-    return {node for node in _leading((edge.node for edge in edges), set()) if not node.next_functions}
+    return {node for node in _leads_to((edge.node for edge in edges), set()) if not node.next_functions}
 
 
-def _tangled_weights(forks: Sequence[_Fork], roots: Sequence[GradientEdge]) -> set[Node]:
-    """Weights whose gradients cannot be computed fork by fork, because the nodes below one fork are also reached from
-    another (a weight that two products take as it is). The first part computes them, and all that share a fork with
-    them: the closure below."""
-    below = [set(_leading((edge.node for edge in fork.edges), set())) for fork in forks]
+def _weights_of_several_forks(forks: Sequence[_Fork], roots: Sequence[GradientEdge]) -> set[Node]:
+    """Weights whose gradients cannot be computed fork by fork, because nodes below one fork are also reached from
+    another (a weight that two products use directly).
+
+    The first part computes them, and those of all weights that share a fork with them: the closure below.
+    """
+    below = [set(_leads_to((edge.node for edge in fork.edges), set())) for fork in forks]
     counts: dict[Node, int] = {}
     for nodes in below:
         for node in nodes:

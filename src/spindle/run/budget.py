@@ -17,7 +17,7 @@ from spindle.errors import OverBudgetError
 
 
 class Budget(TorchDispatchMode):
-    """Counts bytes of tensors inside its `with` block, and raises where the count exceeds the limit."""
+    """Counts the bytes of tensors created inside its `with` block, and raises if the count exceeds the limit."""
 
     def __init__(self, limit_bytes: int | None = None) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -26,12 +26,12 @@ class Budget(TorchDispatchMode):
         self._known: dict[int, weakref.finalize[Any, Any]] = {}
 
     def adopt(self, tensors: Iterable[torch.Tensor]) -> None:
-        """Count tensors that were created before."""
+        """Count tensors that were created earlier."""
         for tensor in tensors:
             self._note(tensor)
 
     def read(self) -> tuple[int, int]:
-        """The most bytes since the last call, and those of now."""
+        """The highest count since the last call, and the current one."""
         peak_bytes, self._recent_peak_bytes = self._recent_peak_bytes, self.num_bytes
         return max(peak_bytes, self.num_bytes), self.num_bytes
 

@@ -17,7 +17,7 @@ from spindle.run.ipc.driver import Driver
 
 
 class ComposedGraph:
-    """Child graphs by number, in an order in which they may run. It keeps them alive, and with them their memory."""
+    """Child graphs by number, in an order in which they may run. Keeps them and their memory alive."""
 
     def __init__(self) -> None:
         self.children: dict[int, torch.cuda.CUDAGraph] = {}
@@ -27,13 +27,13 @@ class ComposedGraph:
         self._executable: int | None = None
 
     def add(self, number: int, graph: torch.cuda.CUDAGraph, needs: Collection[int]) -> None:
-        """Add a graph, captured with `keep_graph`, that starts behind others of this graph."""
+        """Add a graph, captured with `keep_graph`, that starts when the graphs `needs` are done."""
         assert all(before in self.children for before in needs), "a child graph needs one that is added later"
         self.children[number], self.needs[number] = graph, frozenset(needs)
 
     def record_event(self, event: int, needs: Collection[int]) -> None:
-        """Record an event when some graphs are done, in each replay. Streams that wait for it after the launch wait for
-        this replay."""
+        """Record an event when these graphs are done, in every replay. A stream that waits for it after a launch waits
+        for that replay."""
         self._events.append((event, frozenset(needs)))
 
     def instantiate(self) -> None:
@@ -48,12 +48,12 @@ class ComposedGraph:
         self._executable = self._driver.instantiate_graph(whole)
 
     def replay(self) -> None:
-        """Launch it on the current stream."""
+        """Launch the graph on the current stream."""
         if self._driver is None or self._executable is None:
             raise TrainingError("this graph has not been instantiated")
         self._driver.launch_graph(self._executable, torch.cuda.current_stream().cuda_stream)
 
     def __del__(self) -> None:
         if self._driver is not None and self._executable is not None:
-            with suppress(Exception):  # when the process ends, CUDA may have ended before
+            with suppress(Exception):  # at the end of the process, CUDA may have shut down already
                 self._driver.destroy_executable(self._executable)

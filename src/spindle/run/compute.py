@@ -15,8 +15,8 @@ from spindle.errors import TrainingError
 from spindle.models import apply_styles, with_styles
 from spindle.program import Backward
 from spindle.run.backward_split import WeightPart, capture_input_part, run_input_part
+from spindle.run.captured_slot import Chunk, SlotOutput
 from spindle.run.graph_cache import GraphCache
-from spindle.run.graphs import Chunk, SlotOutput
 from spindle.run.item_share import ItemShare
 from spindle.run.items import cut_items, join_items
 from spindle.run.lanes import on_own_lane
@@ -34,7 +34,7 @@ from spindle.run.world import World
 
 
 class Compute:
-    """Runs slots. Inputs come from `transfers`; gradients of weights go to `syncs`."""
+    """Runs slots. Their inputs come from `transfers`, and the gradients of their weights go to `syncs`."""
 
     def __init__(
         self,
@@ -78,17 +78,17 @@ class Compute:
     def _compute(self, step: Step, slot: RankSlot, trees: dict[str, Any], watch: Watch) -> SlotOutput:
         """Run a slot's forward pass on its inputs."""
         with self._casting():
-            return self._compute_as_is(step, slot, trees, watch)
+            return self._compute_eagerly(step, slot, trees, watch)
 
     def _casting(self) -> Any:
         if self._autocast is None:
             return nullcontext()
-        # A graph must not use weights that were cast before it was captured.
+        # a graph must not use weights that were cast before it was captured
         return torch.autocast(
             self._world.device.type, dtype=self._autocast, cache_enabled=not self._graph_cache.is_enabled
         )
 
-    def _compute_as_is(self, step: Step, slot: RankSlot, trees: dict[str, Any], watch: Watch) -> SlotOutput:
+    def _compute_eagerly(self, step: Step, slot: RankSlot, trees: dict[str, Any], watch: Watch) -> SlotOutput:
         if isinstance(slot.code, LayersCode):
             return self._run_layers(step, slot, slot.code, trees, watch)
         if slot.code.is_random:
@@ -102,9 +102,9 @@ class Compute:
     def _run_layers(
         self, step: Step, slot: RankSlot, code: LayersCode, trees: dict[str, Any], watch: Watch
     ) -> SlotOutput:
-        # Each chunk of layers, which has a backward instruction of its own, is cut off from the autograd graph before
-        # it: its inputs are new leaves. So a chunk's backward ends at these leaves, whose `grad` is where the backward
-        # of the chunk before begins, and its gradients can be reduced while that one runs.
+        # Each chunk of layers, which has a backward instruction of its own, is detached from the autograd graph before
+        # it: its inputs are new leaves. The backward of a chunk ends at these leaves. Their `grad` is where the
+        # backward of the previous chunk starts, so the gradients of this chunk can be reduced while that one runs.
         pieces = []
         values: Any = None
         members = TensorParallelGroup(self._world, slot.group) if len(slot.group) > 1 else None
@@ -126,20 +126,21 @@ class Compute:
                 elif share is not None:
                     run = share.of_layer(run, slot.first_layer + number)
                 elif layer.compiled is not None and not slot.is_split:
-                    # A compiled backward is one node of the autograd graph: both parts of a split one would run it all.
+                    # A compiled backward is one node of the autograd graph, so each part of a split backward would run
+                    # all of it.
                     run = layer.compiled
                 if values is None:
-                    # The glue code that makes a call's arguments is part of its first layer.
-                    run = _behind(code.arguments, run, share)
+                    # the glue code that computes a call's arguments belongs to its first layer
+                    run = _with_glue_code(code.arguments, run, share)
                     batch = _batch(step, slot, self._batch_axes[slot.task])
                     args = (batch, *(trees[source][0] for source in code.sources))
                 is_recomputed = number - slot.first < slot.recomputed
-                # An in-place layer must not change values that are needed later: inputs of a recomputation, or leaves
-                # of the autograd graph, where autograd forbids it.
+                # An in-place layer must not change values that are needed later: the inputs of a recomputation, or
+                # leaves of the autograd graph, where autograd forbids it.
                 if layer.writes_input and (is_recomputed or not is_open):
                     run = _on_copies(run)
                 if is_recomputed and slot.is_split:
-                    # A piece of its own: its recomputation serves both parts of a split backward.
+                    # a piece of its own, so that one recomputation serves both parts of a split backward
                     piece = Piece(inputs, None, self._rerun(step, slot, number, layer, run, args), chunk)
                     pieces.append(piece)
                     inputs = values = as_leaves(run(*args))
@@ -170,7 +171,8 @@ class Compute:
         return rerun
 
     def _seed(self, step: Step, slot: RankSlot, layer: int) -> None:
-        """Seed a random layer, so that it draws the same numbers whenever the same rows of the same step pass it."""
+        """Seed a random layer, so that it draws the same numbers whenever the same rows of the same step pass through
+        it."""
         if step.graphs is None or not step.graphs.draw_from(layer):
             torch.manual_seed(self._seed_at(step, slot, layer))
 
@@ -190,8 +192,8 @@ class Compute:
 
     def _input(self, step: Step, link: LinkEnd, watch: Watch) -> Any:
         """A slot's input over one link: local and received rows, concatenated, as leaves of a new autograd graph."""
-        # Detached here as everywhere between slots: every slot has an autograd graph of its own, since the backward of
-        # its consumers may run on other ranks.
+        # Detached, as everywhere between slots: every slot has its own autograd graph, because the backward of its
+        # consumers may run on other ranks.
         if link.is_whole:
             return as_leaves(step.outputs[link.producer])
         slot = self._rank_program.slots[link.consumer]
@@ -236,6 +238,7 @@ class Compute:
         return tree_unflatten(leaves, spec)
 
     def backward(self, step: Step, slot: RankSlot, instruction: Backward, watch: Watch, position: int) -> None:
+        """Run a chunk of a slot's backward: all of it, or only input or weight gradients."""
         first, last = instruction.first, instruction.last
         number = slot.chunks.index((first, last))
         if slot.rows == 0 and not isinstance(slot.code, LossCode):
@@ -245,6 +248,7 @@ class Compute:
             watch.start[position] = watch.now()
             self._run_weight_parts(step, slot, number)
             return
+        # The gradients that it starts from: of the loss, of the slot's outputs, or of the inputs of the previous chunk.
         is_last = number == len(slot.chunks) - 1
         pieces = step.pieces[slot.number]
         gradients: list[torch.Tensor | None]
@@ -254,7 +258,7 @@ class Compute:
             outputs = leaves_of(step.outputs[slot.number])
             gradients = self._output_gradients(step, slot, outputs, watch)
             if slot.sequence_group and any(not link.is_whole for link in slot.outputs):
-                # All members run backward or none: the one beside the consumer sees where that has no gradient.
+                # All members of a group run backward, or none: a member sees whether its consumer has no gradient.
                 gradients = [
                     torch.zeros_like(leaf) if gradient is None and takes_gradient(leaf) else gradient
                     for leaf, gradient in zip(outputs, gradients, strict=True)
@@ -281,7 +285,7 @@ class Compute:
                 _run_backward(leaves_of(pieces[number].outputs), gradients)
         if step.graphs is None and instruction.makes_weights:
             self._syncs.gradients.keep(_used_by(slot, number))
-        # Free activations as soon as they are used; the chunk before this one needs the gradients of its inputs.
+        # free activations as soon as they are used; the chunk before this one needs only the gradients of its inputs
         if pieces:
             place = _first_piece(pieces, number)
             pieces[place].outputs = None
@@ -335,9 +339,10 @@ class Compute:
         gradients: list[torch.Tensor | None],
         run: Callable[..., WeightPart],
     ) -> list[WeightPart]:
-        """Compute the gradients of a chunk's inputs, piece by piece. Returns what computes those of its weights."""
-        # Last piece first. What is deferred keeps the output gradients of its piece, and runs when the program has the
-        # weight part of this backward: in a pipeline that is where the rank would otherwise be idle.
+        """Compute the gradients of a chunk's inputs, piece by piece. Returns the parts that compute the gradients of
+        its weights."""
+        # Last piece first. Deferred parts keep the output gradients of their piece, and run at the weight instruction
+        # of this backward; in a pipeline the rank would otherwise be idle there.
         deferred = []
         pieces = step.pieces[slot.number]
         for number in reversed(range(len(pieces))):
@@ -355,7 +360,7 @@ class Compute:
         return deferred
 
     def _item_share(self, step: Step, slot: RankSlot) -> ItemShare | None:
-        """This rank's share of an item, where a sequence group runs the slot."""
+        """This rank's share of an item, if a sequence group runs the slot."""
         if not slot.sequence_group:
             return None
         assert isinstance(slot.code, LayersCode)
@@ -364,7 +369,7 @@ class Compute:
         return ItemShare(slot.code.items, step.lengths[slot.task], item, group)
 
     def _as_member(self, step: Step, slot: RankSlot, first: int, last: int) -> Any:
-        """A context in which the layers of a slot run as this member of its tensor-parallel or sequence group."""
+        """A context in which the layers of a slot run as a member of its tensor-parallel or sequence group."""
         share = self._item_share(step, slot)
         if share is not None:
             return share.attention()
@@ -374,7 +379,7 @@ class Compute:
         return apply_styles(styled.values(), TensorParallelGroup(self._world, slot.group))
 
     def _chunk(self, step: Step, slot: RankSlot, number: int) -> Chunk:
-        """A chunk of a slot with the inputs and parameters that its backward has gradients for."""
+        """A chunk of a slot, with the inputs and parameters for which its backward computes gradients."""
         pieces = step.pieces[slot.number]
         inputs: list[Any] = [leaf for link in slot.inputs for leaf in step.inputs[link.number]]
         if number > 0:
@@ -388,14 +393,14 @@ class Compute:
     def _output_gradients(
         self, step: Step, slot: RankSlot, outputs: list[Any], watch: Watch
     ) -> list[torch.Tensor | None]:
-        """The gradient of a slot's output: the sum over its consumers, on this rank and on others."""
-        # Most slots feed one other on the same ranks with the same rows: its input's gradient is the output's,
-        # uncopied.
+        """The gradient of a slot's output: the sum over its consumers on this and other ranks."""
+        # Most slots feed a single slot on the same ranks with the same rows. The gradient of that slot's input then is
+        # the output gradient, without a copy.
         if len(slot.outputs) == 1 and slot.outputs[0].is_whole:
             inputs = step.inputs[slot.outputs[0].number]
             return [None if leaf is None else leaf.grad for leaf in inputs]
         sums: list[torch.Tensor | None] = [None] * len(outputs)
-        owned: set[int] = set()  # sums with memory of their own
+        owned: set[int] = set()  # sums that have memory of their own
         for link in slot.outputs:
             parts: list[tuple[int, int, bool, list[torch.Tensor | None]]] = [
                 (arrival.flow.first, arrival.flow.last, arrival.flow.with_rowless, arrival.tensors or [])
@@ -417,7 +422,7 @@ class Compute:
                         continue
                     total = sums[number]
                     if total is None and gradient.shape == leaf.shape:
-                        sums[number] = gradient  # not to be written to: it may be being sent to another rank
+                        sums[number] = gradient  # must not be written to: it may be being sent to another rank
                         continue
                     if number not in owned:
                         total = torch.zeros_like(leaf) if total is None else total.clone()
@@ -430,7 +435,7 @@ class Compute:
 
 
 def _by_source(step: Step, slot: RankSlot, given: Mapping[int, Any]) -> dict[str, Any]:
-    """A slot's inputs by the calls that give them; outputs of parts are joined, unless the slot is a part itself."""
+    """A slot's inputs by the calls that produce them. Outputs of parts are joined, unless the slot itself is a part."""
     trees: dict[str, Any] = {}
     parts: dict[str, list[LinkEnd]] = {}
     for link in slot.inputs if given else ():
@@ -455,7 +460,7 @@ def _batch(step: Step, slot: RankSlot, axes: Axes) -> Any:
     if slot.task not in step.held:
         return cut(tree, axes, slot.num_rows, slot.begin, slot.end)
     leaves, spec = tree_flatten(tree)
-    # Leaves that this slot does not read may be here for another slot, with other rows.
+    # leaves that this slot does not read may be present for another slot, with other rows
     parts = [
         cut_leaf(leaf, axis, last - first, slot.begin - first, slot.end - first)
         if first <= slot.begin and slot.end <= last
@@ -466,7 +471,8 @@ def _batch(step: Step, slot: RankSlot, axes: Axes) -> Any:
 
 
 def _loss_factor(step: Step, code: LossCode, task: str) -> float:
-    """A task's weight scales the gradient of its loss, not the loss: a CUDA graph has the loss as it was captured."""
+    """A task's weight scales the gradient of its loss instead of the loss, because a CUDA graph computes the loss as it
+    was captured."""
     weight = code.weight(step.number) if callable(code.weight) else code.weight
     return weight * step.micro_step.weights.get(task, 1.0) / step.micro_step.count
 
@@ -506,8 +512,8 @@ def _run_backward(outputs: list[Any], gradients: list[torch.Tensor | None]) -> N
         torch.autograd.backward([leaf for leaf, _ in pairs], [gradient for _, gradient in pairs])
 
 
-def _behind(arguments: Run | None, run: Run, share: ItemShare | None) -> Run:
-    """A call's first layer as a function of what the glue code takes: the batch, and outputs of other calls."""
+def _with_glue_code(arguments: Run | None, run: Run, share: ItemShare | None) -> Run:
+    """A call's first layer as a function of the inputs of its glue code: the batch, and the outputs of other calls."""
 
     def glued(batch: Any, *outputs: Any) -> Any:
         assert arguments is not None

@@ -1,5 +1,9 @@
 """The interpreter of a Program that runs one rank's instructions on `torch.distributed`; the simulator is the other.
 
+    Program ── rank_program_of ─▶ RankProgram ── Executor.step ─┬▶ Compute     slots, forward and backward
+                                                                ├▶ Transfers   messages between ranks
+                                                                └▶ Syncs       gradients reduced, parameters gathered
+
 Transfers are posted as soon as their data exists and waited for when it is needed; gradients are synchronised while
 backward still runs. Each lane keeps the program's order, so what `verify` has proved holds here. Under NCCL, transfers
 and collectives are launched in one order, the same on all ranks (`program.launch_order`).
@@ -97,7 +101,7 @@ class Executor:
         self._syncs: Syncs = Syncs(
             program, graph, self._rank_program, world, parameters, trainable, reached, shards, gradient_buffers
         )
-        # A program whose passes have an order of their own is for one step, or a few: graphs would not pay off.
+        # a program with an order of passes of its own runs only a few times, so capturing it would not pay off
         captures = cuda_graphs and world.device.type == "cuda" and not program.plan.passes
         self.graph_cache = GraphCache(
             self._rank_program,
@@ -133,18 +137,8 @@ class Executor:
         self._launched_before = self._rank_program.launches_before(program.instructions)
         if world.uses_nccl:
             _ = world.control, world.everyone  # collective: all ranks create a group, whether or not they use it
-        # Groups are made here for all buckets and slots, not only for this rank's: `new_group` is collective over all
-        # ranks, and a rank that makes one later than its peers would hang them in the middle of a step.
         if world.size > 1:
-            for bucket in program.buckets:
-                world.group("sync", tuple(bucket.ranks.tolist()))
-            for shape in program.slots:
-                if isinstance(code[shape.op], LossCode) and len(shape.ranks) > 1:
-                    world.group("loss", tuple(shape.ranks.tolist()))
-                for group in tensor_groups(shape) if shape.tensor_degree > 1 else ():
-                    world.group(TENSOR, group)
-                for group in sequence_groups(shape):
-                    world.group(SEQUENCE, group)
+            _make_groups(program, code, world)
 
     def step(
         self,
@@ -168,11 +162,10 @@ class Executor:
         `signatures` are digests of the shapes of all tasks' batches; a task without one is left out. For a batch of
         which this rank has only some rows, `held` has the rows of each leaf. `cuts` has, by op and number of layers,
         the shapes that cross that cut; all ranks must give the same ones, or none, in which case senders send the
-        metadata first. `lengths` has the rows of items, by task with parts, and `held_items` which of them are here,
-        where not all are. The last micro-step synchronises gradients
-        and runs the optimizer. Losses are multiplied by `loss_scale` for backward. Returns this rank's parts of the
-        tasks' losses, then of the totals and counts of `metrics`, all of which add up over ranks; and the times of a
-        timed step, with what `read_bytes` reads.
+        metadata first. `lengths` has the rows of items, by task with parts, and `held_items` the items that are on this
+        rank, if not all are. The last micro-step synchronises gradients and runs the optimizer. Losses are multiplied
+        by `loss_scale` for backward. Returns this rank's parts of the tasks' losses, then of the totals and counts of
+        `metrics`, all of which add up over ranks; and the times of a timed step, with what `read_bytes` reads.
         """
         step = Step(
             number=number,
@@ -188,8 +181,8 @@ class Executor:
             micro_step=micro_step or MicroStep(tasks=frozenset(signatures)),
             next_in=[0] * len(self._lanes),
         )
-        # A bucket is reduced once its backward instructions are done. Those of tasks that this step leaves out never
-        # run, so they count as done from the start.
+        # A bucket is reduced once its backward instructions are done. The instructions of tasks that this step leaves
+        # out never run, so they count as done from the start.
         for task, chunks in self._chunks_of.items():
             if task not in signatures:
                 step.done_chunks |= chunks
@@ -208,16 +201,10 @@ class Executor:
         # allows; no lane has a thread of its own, because transfers and collectives are asynchronous once they are
         # launched.
         self._syncs.begin(step, watch)
-        positions = [
-            position
-            for position in self._rank_program.compute
-            if self._is_on(step, self.program.instructions[position])
-        ]
+        passes, updates = self._positions(step)
         if self._run_step_graph(step, watch):
-            positions = [
-                position for position in positions if isinstance(self.program.instructions[position], OptimizerStep)
-            ]
-        self._run_instructions(step, optimizer, watch, positions)
+            passes = []
+        self._run_instructions(step, optimizer, watch, [*passes, *updates])
         self._syncs.finish(step, watch, self.graph_cache.replays_all_layers(step))
         self._transfers.finish(step)
 
@@ -242,8 +229,9 @@ class Executor:
         self._lanes_of_device.join()
 
     def _regions(self, step: Step, watch: Watch, positions: Sequence[int]) -> list[Region]:
-        """The instructions of a step in the order of the host; passes that are launched together are one region."""
-        if not self._has_regions or step.graphs is None or watch.is_timed:  # a pass inside has no times of its own
+        """The instructions of a step in host order. Passes that are launched together form one region."""
+        # A pass inside a region has no times of its own.
+        if not self._has_regions or step.graphs is None or watch.is_timed:
             return [Region.of_one(position) for position in positions]
         instructions = self.program.instructions
         passes = [position for position in positions if not isinstance(instructions[position], OptimizerStep)]
@@ -251,16 +239,16 @@ class Executor:
         return [*regions, *(Region.of_one(position) for position in positions[len(passes) :])]
 
     def _run_region(self, step: Step, watch: Watch, region: Region) -> None:
-        """Launch the passes of a region together. Whatever else they launch comes first, on their lanes."""
+        """Launch the passes of a region together. Anything else that they launch comes before, on their lanes."""
         assert step.graphs is not None
         for position in region.positions:
-            with self._lanes_of_device.on_stream_of(position), step.graphs.collected(region, position):
+            with self._lanes_of_device.on_stream_of(position), step.graphs.regions.collected(region, position):
                 self._run_instruction(step, None, watch, position)
-        self._lanes_of_device.launch(region, partial(step.graphs.replay_region, region))
+        self._lanes_of_device.launch(region, partial(step.graphs.regions.replay_region, region))
 
     def _run_step_graph(self, step: Step, watch: Watch) -> bool:
-        """Run forward and backward of the whole step as one CUDA graph, captured first if need be. Returns False where
-        there is none."""
+        """Run forward and backward of the whole step as one CUDA graph, which is captured first if necessary. Returns
+        False if there is none."""
         graphs = step.graphs
         if graphs is None or (graphs.step_graph is None and not self.graph_cache.can_capture_step(step)):
             return False
@@ -268,10 +256,11 @@ class Executor:
         before = {id(parameter): parameter.grad for parameter in self._syncs.trained if parameter.grad is not None}
         if graphs.step_graph is None:
             for parameter in self._syncs.trained:
-                parameter.grad = None  # what the graph adds to gradients of earlier micro-steps would be part of it
+                # Otherwise adding to the gradients of earlier micro-steps would become part of the graph.
+                parameter.grad = None
             step_graph = StepGraph(list(factors), self.world.device)
             step_graph.set_factors(factors, step.loss_scale)
-            # In a step of its own, because a capture that fails leaves its state behind.
+            # in a copy of the step, because a failed capture leaves its state behind
             failure = graphs.capture_step(
                 step_graph, lambda watch: self._run_passes(step.fork(), watch), self._lanes_of_device
             )
@@ -289,18 +278,17 @@ class Executor:
 
     def _run_passes(self, step: Step, watch: Watch) -> Step:
         """Run forward and backward of all slots of a step."""
-        instructions = self.program.instructions
-        self._run_instructions(
-            step,
-            None,
-            watch,
-            [
-                position
-                for position in self._rank_program.compute
-                if self._is_on(step, instructions[position]) and not isinstance(instructions[position], OptimizerStep)
-            ],
-        )
+        passes, _ = self._positions(step)
+        self._run_instructions(step, None, watch, passes)
         return step
+
+    def _positions(self, step: Step) -> tuple[list[int], list[int]]:
+        """The instructions of the compute lanes that run in a step: passes, and the optimizer step, which is the last
+        one."""
+        instructions = self.program.instructions
+        on = [position for position in self._rank_program.compute if self._is_on(step, instructions[position])]
+        updates = [position for position in on if isinstance(instructions[position], OptimizerStep)]
+        return on[: len(on) - len(updates)], updates
 
     def _run_instruction(self, step: Step, optimizer: Updates | None, watch: Watch, position: int) -> None:
         """Run an instruction of a compute lane."""
@@ -346,13 +334,8 @@ class Executor:
             case OptimizerStep():
                 return step.micro_step.is_last
 
-    @property
-    def offloaded_bytes(self) -> int:
-        """How many bytes were offloaded to the host so far."""
-        return self.offload.num_bytes
-
     def release_gradient_buffers(self) -> GradientBuffers:
-        """Release this executor's memory for gradients to the executor of the next program. This one must not run
+        """Hand this executor's gradient buffers over to the executor of the next program. This one must not run
         again."""
         return GradientBuffers(tuple(self._syncs.trained), self._syncs.gradients)
 
@@ -360,16 +343,6 @@ class Executor:
     def gradient_memory(self) -> list[torch.Tensor]:
         """The memory that holds gradients from step to step."""
         return self._syncs.gradients.memory
-
-    @property
-    def num_captured(self) -> int:
-        """How many slots run as CUDA graphs."""
-        return self.graph_cache.num_captured
-
-    @property
-    def without_graph(self) -> dict[str, str]:
-        """Why slots run without a CUDA graph, by name."""
-        return self.graph_cache.refused
 
     def instructions_of(self, name: str) -> frozenset[int]:
         """The passes of the slots of a name, by instruction number."""
@@ -383,8 +356,8 @@ class Executor:
 
     @property
     def without_weight_lane(self) -> dict[str, str]:
-        """Why weight gradients run on the lane of their slot on a GPU, though the plan has another for them, by
-        slot."""
+        """Slot → why its weight gradients run on the slot's own lane on a GPU, although the plan gives them another
+        lane."""
         if self.world.device.type != "cuda":
             return {}
         planned = [slot.name for slot in self._rank_program.slots.values() if slot.lane != slot.weight_lane]
@@ -394,22 +367,7 @@ class Executor:
         refused = {name: self.graph_cache.refused.get(name, every) for name in planned}
         return {name: reason for name, reason in refused.items() if reason is not None}
 
-    @property
-    def has_step_graph(self) -> bool:
-        """Whether whole steps run as one CUDA graph."""
-        return self.graph_cache.has_step_graph
-
-    @property
-    def region_sizes(self) -> list[int]:
-        """How many passes of a step are launched together as one graph, by region, where whole steps are not."""
-        return self.graph_cache.region_sizes
-
-    @property
-    def without_step_graph(self) -> str | None:
-        """Why slots have a CUDA graph each, where one for the whole step was tried."""
-        return self.graph_cache.step_graph_refused
-
-    # Launching communication, in the order of its lanes.
+    # Launching communication, in the order of its lanes
 
     def _advance(self, step: Step, watch: Watch) -> None:
         """Launch all communication that is ready."""
@@ -418,7 +376,8 @@ class Executor:
                 step.next_in[number] += 1
 
     def _launch_before(self, step: Step, watch: Watch, position: int) -> None:
-        """Launch what precedes an instruction in the common launch order, once the shapes to be received are known."""
+        """Launch everything that precedes an instruction in the common launch order, once the shapes to be received are
+        known."""
         while step.next_in[0] < self._launched_before.get(position, 0):
             operation = self._lanes[0][step.next_in[0]]
             is_launched = self._launch(step, watch, operation, wait_for_metadata=True)
@@ -426,7 +385,7 @@ class Executor:
             step.next_in[0] += 1
 
     def _launch(self, step: Step, watch: Watch, position: int, *, wait_for_metadata: bool = False) -> bool:
-        """Launch an operation unless this step skips it. Returns False where it cannot be launched yet."""
+        """Launch an operation, unless this step skips it. Returns False if it cannot be launched yet."""
         instruction = self.program.instructions[position]
         if not self._is_on(step, instruction):
             return True
@@ -451,13 +410,13 @@ class Executor:
 
     @property
     def metrics(self) -> list[tuple[str, str]]:
-        """Task and name of the metrics of all tasks."""
+        """Task and name of all metrics."""
         return [(task, name) for task, code in self._losses_of.items() for name in code.metrics]
 
     def _losses(self, step: Step) -> HostCopy:
         """This rank's part of each task's loss, and of its metrics."""
-        nothing = torch.zeros((), dtype=torch.float64, device=self.world.device)
-        values = dict.fromkeys(self.graph.tasks, nothing)
+        zero = torch.zeros((), dtype=torch.float64, device=self.world.device)
+        values = dict.fromkeys(self.graph.tasks, zero)
         for slot, loss in step.losses.items():
             task = self._rank_program.slots[slot].task
             values[task] = values[task] + loss.detach()
@@ -467,8 +426,22 @@ class Executor:
             task = self._rank_program.slots[slot].task
             sums[task] = sums[task] + metrics if task in sums else metrics
         parts += [
-            sums[task] if task in sums else nothing.expand(2 * len(code.metrics))
+            sums[task] if task in sums else zero.expand(2 * len(code.metrics))
             for task, code in self._losses_of.items()
             if code.metrics
         ]
         return HostCopy(torch.cat(parts) if len(parts) > 1 else parts[0])
+
+
+def _make_groups(program: Program, code: Sequence[OpCode], world: World) -> None:
+    """Make the process groups of all buckets and slots, not only of this rank's: `new_group` is collective over all
+    ranks, and a rank that makes one later than its peers would hang them in the middle of a step."""
+    for bucket in program.buckets:
+        world.group("sync", tuple(bucket.ranks.tolist()))
+    for shape in program.slots:
+        if isinstance(code[shape.op], LossCode) and len(shape.ranks) > 1:
+            world.group("loss", tuple(shape.ranks.tolist()))
+        for group in tensor_groups(shape) if shape.tensor_degree > 1 else ():
+            world.group(TENSOR, group)
+        for group in sequence_groups(shape):
+            world.group(SEQUENCE, group)

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from spindle.run import ipc
 from spindle.run.world import World, peers
 
-# The names in torch 2.13, and those before it.
+# The names since torch 2.13, and those before.
 _reduce_scatter: Any = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 _all_gather: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
@@ -25,7 +25,8 @@ def start_reduce_scatter(flat: torch.Tensor, ranks: tuple[int, ...], world: Worl
 
 
 def start_reduce_scatter_in(flat: torch.Tensor, group: Any, ranks: tuple[int, ...], own: int, doing: str) -> Request:
-    """The same in a given group, whose ranks are in ascending order; `doing` is for errors."""
+    """Start a reduce-scatter in place in a given group, whose ranks are in ascending order. `doing` describes it in
+    errors."""
     parts, place = flat.chunk(len(ranks)), ranks.index(own)
     if not _uses_point_to_point(flat, group):
         with peers(doing):
@@ -50,9 +51,11 @@ def start_all_gather(flat: torch.Tensor, ranks: tuple[int, ...], world: World) -
 
 
 def _uses_point_to_point(flat: torch.Tensor, group: Any) -> bool:
-    """Whether to send parts instead of calling the collective. Gloo's reduce-scatter is an all-reduce of which most is
-    discarded, and its all-gather makes copies. Sending each part to its rank, and broadcasting each part, take half as
-    long as its all-reduce each."""
+    """Whether to send parts point to point instead of calling the collective.
+
+    Gloo implements reduce-scatter as an all-reduce whose result is mostly discarded, and its all-gather makes copies.
+    Sending each part to its rank, and broadcasting each part, take half as long as gloo's all-reduce each.
+    """
     return flat.device.type == "cpu" and dist.get_backend(group) != ipc.BACKEND
 
 
@@ -63,7 +66,7 @@ def _as_request(request: Any) -> Request:
 
 
 class _Messages:
-    """Messages in flight, and a total to which received buffers are added."""
+    """Messages in flight, and the sum to which received buffers are added."""
 
     def __init__(
         self, requests: list[Any], total: torch.Tensor | None = None, buffers: list[torch.Tensor] | None = None

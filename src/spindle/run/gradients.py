@@ -17,7 +17,7 @@ _ALIGNED_ELEMENTS = 16
 
 @dataclass(frozen=True, slots=True)
 class _Location:
-    """Where a parameter's gradient is in a flat bucket: one range, or several where it falls into several parts."""
+    """Where a parameter's gradient is in a flat bucket: one range, or several if it falls into several parts."""
 
     pieces: list[Piece]
     ranges: list[torch.Tensor]
@@ -25,13 +25,13 @@ class _Location:
 
 
 class Gradients:
-    """The memory of all gradients of a rank; those that are synchronised together form a flat bucket.
+    """The memory of all gradients of a rank. Gradients that are synchronised together form a flat bucket.
 
-    A bucket ends with one flag per gradient, whether this rank has it: where no rank has a gradient, a single process
-    would have None. A sharded bucket is cut into parts as its parameters are, and each part ends with all these flags,
-    because a rank sees the sum of its own part alone.
+    A bucket ends with one flag per gradient that says whether this rank has it: if no rank has a gradient, a single
+    process would have None. A sharded bucket is split into parts like its parameters. Each part ends with all flags,
+    because a rank only sees the sum of its own part.
 
-    The memory of gradients that another program also synchronised together can be taken over from its `last` object.
+    The memory of gradients that the previous program also synchronised together is taken over from its `last` object.
     """
 
     def __init__(
@@ -45,7 +45,7 @@ class Gradients:
         self._flats: dict[int, torch.Tensor] = {}
         self._locations: dict[int, _Location] = {}
         self._places: dict[int, torch.Tensor] = {}
-        self._taken: set[int] = set()  # parameters whose gradient is in memory of CUDA graphs
+        self._in_graphs: set[int] = set()  # parameters whose gradient is in memory of CUDA graphs
         self._flags: dict[int, tuple[list[bool], torch.Tensor]] = {}
         if last is not None:
             self._take_over(last)
@@ -64,7 +64,7 @@ class Gradients:
         return [*self._flats.values(), *self._places.values()]
 
     def allocate(self) -> None:
-        """Allocate all buckets, on the current stream, before several streams write to them."""
+        """Allocate all buckets on the current stream, before several streams write to them."""
         for number, bucket in enumerate(self._buckets):
             if bucket:
                 self._flat(number)
@@ -73,7 +73,7 @@ class Gradients:
         return self._buckets[bucket]
 
     def place(self, parameter: nn.Parameter) -> torch.Tensor:
-        """The tensor for a parameter's gradient, always the same one."""
+        """The tensor that holds a parameter's gradient; always the same one."""
         if id(parameter) not in self._places:
             part = None
             if id(parameter) in self._bucket_of:
@@ -84,25 +84,25 @@ class Gradients:
         return self._places[id(parameter)]
 
     def is_free(self, parameter: nn.Parameter) -> bool:
-        """Whether a parameter's gradient may stay where autograd allocates it: it is not synchronised, and has no
-        place."""
+        """Whether a parameter's gradient may stay where autograd allocates it, because it is not synchronised and has
+        no place in a bucket."""
         return id(parameter) not in self._places and id(parameter) not in self._bucket_of
 
     def take(self, parameter: nn.Parameter, place: torch.Tensor | None) -> None:
-        """Use memory of CUDA graphs for a parameter's gradient from now on, unless it has a place."""
+        """From now on, use memory of CUDA graphs for a parameter's gradient, unless it has a place in a bucket."""
         if place is not None and id(parameter) not in self._places:
             self._places[id(parameter)] = place
-            self._taken.add(id(parameter))
+            self._in_graphs.add(id(parameter))
 
     def forget_taken(self) -> None:
-        """Drop gradients in memory of CUDA graphs, once these are dropped: one gradient would keep their whole pool
-        alive."""
-        for parameter in self._taken:
+        """Drop gradients in memory of CUDA graphs after the graphs were dropped. A single gradient would keep their
+        whole pool alive."""
+        for parameter in self._in_graphs:
             del self._places[parameter]
-        self._taken.clear()
+        self._in_graphs.clear()
 
     def keep(self, parameters: Iterable[nn.Parameter]) -> None:
-        """Move gradients into their buckets, so that none takes memory twice for long. One that falls into several
+        """Move gradients into their buckets, so that none is held twice for long. A gradient that falls into several
         parts is copied once it is complete."""
         moves: list[tuple[torch.Tensor, torch.Tensor]] = []
         for parameter in parameters if self._bucket_of else ():
@@ -114,7 +114,7 @@ class Gradients:
             whole = self._locations[id(parameter)].whole
             if whole is None or gradient is whole:
                 continue
-            # It may lie there already, under another tensor object.
+            # it may be there already, under another tensor object
             if gradient.data_ptr() != whole.data_ptr():
                 moves.append((whole, gradient))
             if whole.dtype == parameter.dtype:
@@ -122,14 +122,14 @@ class Gradients:
         _copy(moves)
 
     def gathered(self, bucket: int, unreached: Collection[int] = ()) -> torch.Tensor:
-        """A flat bucket with the present gradients of its parameters and their flags. Parameters keep no other memory.
+        """A flat bucket with the gradients that its parameters have, and their flags. Parameters keep no other memory.
 
-        In a sharded bucket, zeros for `unreached` parameters (by id) are no gradient: its ranks see parts only, in
-        which the gradient of a reached parameter may be zero, too.
+        In a sharded bucket, zeros count as no gradient for the `unreached` parameters (by id): its ranks only see
+        parts, in which the gradient of a reached parameter may be zero, too.
         """
         flat, parameters = self._flat(bucket), self._buckets[bucket]
         is_sharded = bucket in self._sharded
-        there = [
+        is_present = [
             parameter.grad is not None
             and not (is_sharded and id(parameter) in unreached and not bool(parameter.grad.any()))
             for parameter in parameters
@@ -139,7 +139,7 @@ class Gradients:
         for parameter in parameters:
             location = self._locations[id(parameter)]
             if parameter.grad is None:
-                # It still holds the sum of the last step; other ranks may have a gradient.
+                # the bucket still holds the sum of the last step, and other ranks may have a gradient
                 for range_ in location.ranges:
                     range_.zero_()
             elif location.whole is None:
@@ -151,11 +151,11 @@ class Gradients:
             if is_sharded:
                 parameter.grad = None
         _copy(moves)
-        # Flags change rarely, and a tensor made on the host each time would be copied to the GPU each time.
+        # flags rarely change, and a new tensor on the host would be copied to the GPU every time
         known = self._flags.get(bucket)
-        if known is None or known[0] != there:
-            known = self._flags[bucket] = (there, torch.tensor(there, dtype=flat.dtype, device=flat.device))
-        flat.view(self._num_parts(bucket), -1)[:, -len(there) :] = known[1]
+        if known is None or known[0] != is_present:
+            known = self._flags[bucket] = (is_present, torch.tensor(is_present, dtype=flat.dtype, device=flat.device))
+        flat.view(self._num_parts(bucket), -1)[:, -len(is_present) :] = known[1]
         return flat
 
     def has_all(self, bucket: int) -> bool:
@@ -163,15 +163,15 @@ class Gradients:
         return all(self._flags[bucket][0])
 
     def num_contributors(self, bucket: int) -> list[float]:
-        """How many ranks have each gradient of a bucket, once it is summed. Synchronizes with a GPU."""
+        """How many ranks have each gradient of a bucket, after it was summed. Synchronizes with the GPU."""
         parts = self._flat(bucket).view(self._num_parts(bucket), -1)
-        mine = parts[self._sharded[bucket].place if bucket in self._sharded else 0]
-        counts: list[float] = mine[-len(self._buckets[bucket]) :].tolist()
+        own_part = parts[self._sharded[bucket].place if bucket in self._sharded else 0]
+        counts: list[float] = own_part[-len(self._buckets[bucket]) :].tolist()
         return counts
 
-    def spread(self, bucket: int, num_contributors: Sequence[float] | None = None) -> None:
-        """Set the gradients of a bucket's parameters, or of this rank's parts of them, to its sums; None where no rank
-        has one, if that is known."""
+    def set_from_bucket(self, bucket: int, num_contributors: Sequence[float] | None = None) -> None:
+        """Set the gradients of a bucket's parameters, or of this rank's parts of them, to the sums. None if it is known
+        that no rank has a gradient."""
         num_contributors = num_contributors if num_contributors is not None else [1.0] * len(self._buckets[bucket])
         if bucket in self._sharded:
             flat = self._sharded[bucket]
@@ -201,7 +201,7 @@ class Gradients:
         if bucket not in self._flats:
             parameters, num_parts = self._buckets[bucket], self._num_parts(bucket)
             part_size, pieces = flat_pieces([parameter.numel() for parameter in parameters], num_parts)
-            # Gradients of several dtypes are summed in the widest.
+            # gradients of several dtypes are summed in the widest one
             dtype = reduce(torch.promote_types, [parameter.dtype for parameter in parameters])
             row_size = part_size + len(parameters)
             if num_parts > 1:  # aligned, so that sums over ranks can be vectorized
@@ -226,8 +226,8 @@ def _copy(moves: list[tuple[torch.Tensor, torch.Tensor]]) -> None:
 
 @dataclass(frozen=True, slots=True)
 class GradientBuffers:
-    """What an executor keeps for gradients, handed on to the executor of the next program: the parameters it trained,
-    and where their gradients are."""
+    """What an executor hands on to the executor of the next program: the parameters that it trained, and where their
+    gradients are."""
 
     parameters: tuple[nn.Parameter, ...]
     gradients: Gradients

@@ -8,23 +8,26 @@ from functools import partial
 
 import torch
 
+from spindle.run.captured_slot import Failure
 from spindle.run.gradients import Gradients
-from spindle.run.graphs import Failure, GraphMemory, Graphs
+from spindle.run.graph_memory import GraphMemory
+from spindle.run.graphs import Graphs
 from spindle.run.op_code import LayersCode
 from spindle.run.rank_program import RankProgram
 from spindle.run.step import Step
 
-STEP_GRAPHS = True  # capture whole steps where possible
-REGIONS = True  # launch passes between messages together, where there are several lanes
-_WARM_UP_STEPS = 2  # in which libraries choose their kernels
-_MAX_SETS = 64  # of graphs, each for one choice of tasks and shapes of their batches
-_MAX_SHAPES = 10_000  # whose steps are counted
-_AMORTIZED_STEPS, _MAX_WASTED = 8, 8  # replays that make up for a capture, and evictions before that many
+STEP_GRAPHS = True  # capture whole steps as one graph, if possible
+REGIONS = True  # launch passes between messages together, if there are several lanes
+_WARM_UP_STEPS = 2  # eager steps before a capture, in which libraries choose their kernels
+_MAX_SETS = 64  # sets of graphs, each for one choice of tasks and shapes of their batches
+_MAX_SHAPES = 10_000  # choices of tasks and shapes whose steps are counted
+# Replays that pay for a capture, and evictions before so many replays after which eviction stops.
+_AMORTIZED_STEPS, _MAX_WASTED = 8, 8
 Shapes = frozenset[tuple[str, int]]  # signatures of batches, by task
 
 
 class GraphCache:
-    """The sets of CUDA graphs of one rank; least recently used ones are evicted first."""
+    """The sets of CUDA graphs of one rank. The least recently used sets are evicted first."""
 
     def __init__(
         self,
@@ -39,16 +42,18 @@ class GraphCache:
         """`communicates` says that other ranks take part in steps."""
         self.is_enabled = is_enabled
         self._makes_step_graphs = STEP_GRAPHS and not communicates
+        # Why each slot has a graph of its own, after one for the whole step was tried.
         self.step_graph_refused: str | None = None
-        self.peak_bytes = 0  # that this rank held when steps were captured: a replay allocates nothing
-        self.refused: dict[str, str] = {}  # why slots run without a graph, by name
+        self.peak_bytes = 0  # bytes that this rank held when steps were captured, because a replay allocates nothing
+        self.refused: dict[str, str] = {}  # by slot: why it runs without a graph
         self._rank_program, self._gradients = rank_program, gradients
         self._sets: dict[Shapes, Graphs] = {}  # most recently used last
         self._memory = GraphMemory(num_lanes, has_weight_lanes=has_weight_lanes)
         self._max_sets = _MAX_SETS  # lowered when memory runs out
         self._num_steps: Counter[Shapes] = Counter()
-        self._num_wasted = 0  # sets that were evicted before they had paid off
-        self._addresses: dict[int, tuple[tuple[int, ...], tuple[int, ...]]] = {}  # of parameters and buffers, by slot
+        self._num_wasted = 0  # how many sets were evicted before they had paid off
+        # Addresses of parameters and buffers, by slot.
+        self._addresses: dict[int, tuple[tuple[int, ...], tuple[int, ...]]] = {}
 
     @property
     def num_captured(self) -> int:
@@ -61,11 +66,11 @@ class GraphCache:
 
     @property
     def region_sizes(self) -> list[int]:
-        """How many passes of a step are launched together as one graph, by region."""
-        return max((graphs.region_sizes for graphs in self._sets.values()), default=[])
+        """For each region of a step: how many passes are launched together as one graph."""
+        return max((graphs.regions.region_sizes for graphs in self._sets.values()), default=[])
 
     def use(self, step: Step) -> None:
-        """Let a step replay the graphs for its shapes; after some warm-up steps on batches of the same shapes, capture
+        """Let a step replay the graphs for its shapes. After some warm-up steps on batches of the same shapes, capture
         them in this step."""
         if not self.is_enabled or step.check_losses:
             return
@@ -86,29 +91,33 @@ class GraphCache:
             step.batches = step.graphs.batches(step.batches)
 
     def can_capture_step(self, step: Step) -> bool:
-        """Whether a step that is about to be captured can be one graph. Layers that draw random numbers are compared
-        with an eager run when they are captured, which takes a graph for each slot."""
+        """Whether a step that is about to be captured may become one graph. Layers that draw random numbers are
+        compared with an eager run when they are captured, which requires a graph per slot."""
         if step.graphs is None or step.graphs.is_complete or not self._makes_step_graphs:
             return False
         slots = [slot for slot in self._rank_program.slots.values() if slot.task in step.signatures]
         return all(step.graphs.can_try(slot) and not slot.code.is_random for slot in slots)
 
     def refuse_step_graph(self, step: Step, failure: Failure) -> None:
-        """Run this step eagerly, and capture slot by slot from now on: capturing all at once has failed. Where memory
-        ran out, fewer sets of graphs are held instead. All graphs are dropped, because gradients may be in memory of
-        the failed capture."""
+        """Run this step eagerly, and capture slot by slot from now on, because capturing it as one graph has failed.
+
+        If memory ran out, hold fewer sets of graphs instead. All graphs are dropped, because gradients may be in memory
+        of the failed capture.
+        """
         num_others = len(self._sets) - 1
         step.graphs = None
         if failure.is_out_of_memory and num_others > 0:
             self._limit_sets(num_others)
         else:
             self._makes_step_graphs, self.step_graph_refused = False, failure.reason
+            num_steps = self._num_steps.copy()  # libraries have chosen their kernels by now
             self.drop()
+            self._num_steps = num_steps
         gc.collect()
         torch.cuda.synchronize()
 
     def finish(self, step: Step, num_sets: int) -> None:
-        """End the capture of a step before which there were `num_sets`."""
+        """End the capture of a step, before which there were `num_sets` sets."""
         if step.graphs is None or step.graphs.is_complete:
             return
         step.graphs.finish()
@@ -123,8 +132,11 @@ class GraphCache:
         return len(self._sets)
 
     def _begin_capture(self, step: Step, shapes: Shapes) -> None:
-        """Evict sets until there is room for a new one, and begin it. Where sets are often evicted before they have
-        paid off, there are more shapes than the cache can hold, and it stays as it is."""
+        """Begin a new set, after evicting others until there is room.
+
+        If sets are often evicted before they have paid off, there are more shapes than the cache can hold, and it stays
+        as it is.
+        """
         while len(self._sets) >= self._max_sets:
             oldest = next(iter(self._sets))
             self._num_wasted += self._sets[oldest].num_steps < _AMORTIZED_STEPS
@@ -140,15 +152,15 @@ class GraphCache:
             self._limit_sets(len(self._sets))
 
     def _limit_sets(self, num_sets: int) -> None:
-        """Hold no more sets than this from now on: memory has run out."""
+        """Hold at most this many sets from now on, because memory has run out."""
         self._max_sets = num_sets
         self.drop()
         if num_sets == 0:
             self.refused["every slot"] = "memory ran out while steps were captured"
 
     def _check_addresses(self) -> None:
-        """Drop graphs when parameters or buffers have moved since they were captured. A slot that replaces its buffers
-        in every step is refused."""
+        """Drop graphs if parameters or buffers have moved since they were captured. A slot that replaces its buffers in
+        every step is refused."""
         for slot in self._rank_program.slots.values():
             if not isinstance(slot.code, LayersCode):
                 continue
@@ -164,7 +176,7 @@ class GraphCache:
             self.drop()
 
     def replays_all_layers(self, step: Step) -> bool:
-        """Whether all layers of a step are replayed, so that each gradient exists in every such step."""
+        """Whether all layers of a step are replayed, so that the same gradients exist in every such step."""
         layers = (
             slot
             for slot in self._rank_program.slots.values()

@@ -22,12 +22,12 @@ from spindle.cluster import SmGroups
 from spindle.errors import ClusterError, TrainingError
 from spindle.run.ipc.driver import Driver, SmResource
 
-_MAX_SMS = 1024  # that a device may have, by number
+_MAX_SMS = 1024  # the largest number of SMs that a device may have
 _BLOCKS_PER_SM, _THREADS, _SPIN_CYCLES = 8, 1024, 20_000
 _TRIES = 5
 
-# Adds one to a counter of the SM on which a block runs, and stays there for some time, so that the blocks that follow
-# go to other SMs.
+# Adds one to a counter of the SM on which a block runs, and stays there for a while, so that the following blocks go to
+# other SMs.
 _NOTE_SM = b"""
 .version 7.0
 .target sm_75
@@ -65,7 +65,7 @@ class Partition:
 
 
 def sm_groups(device: int) -> SmGroups | None:
-    """How the SMs of a device can be split; None where the driver has no green contexts, or none for this device."""
+    """How the SMs of a device can be split. None if the driver has no green contexts, or none for this device."""
     driver = Driver()
     if not driver.has_green_contexts:
         return None
@@ -77,8 +77,8 @@ def sm_groups(device: int) -> SmGroups | None:
 
 
 def partitions(quotas: Sequence[int]) -> tuple[Partition, ...]:
-    """Disjoint partitions of the current device with these numbers of SMs. The same ones for the same quotas: libraries
-    keep a workspace for each stream."""
+    """Disjoint partitions of the current device with these numbers of SMs. Equal quotas give the same partitions,
+    because libraries keep a workspace for each stream."""
     return _partitions(tuple(quotas), torch.cuda.current_device())
 
 
@@ -114,13 +114,13 @@ def _partitions(quotas: tuple[int, ...], device: int) -> tuple[Partition, ...]:
 
 
 def _described(groups: Sequence[SmResource], rest: SmResource) -> SmGroups:
-    group_sms = groups[0].num_sms if groups else 0  # which is refused
+    group_sms = groups[0].num_sms if groups else 0  # the remaining group, which the driver refuses to return
     return SmGroups(group_sms=group_sms, num_groups=len(groups), rest_sms=rest.num_sms)
 
 
 def sms_of(stream: torch.cuda.Stream, expected: int) -> frozenset[int]:
-    """The numbers of the SMs on which kernels of a stream run. Looks again if it sees fewer than expected: another
-    process may keep an SM busy."""
+    """The numbers of the SMs on which kernels of a stream run. Tries again if there are fewer than expected, because
+    another process may keep an SM busy."""
     counters = torch.zeros(_MAX_SMS, dtype=torch.int32, device="cuda")
     seen: frozenset[int] = frozenset()
     for _ in range(_TRIES):
@@ -134,7 +134,7 @@ def sms_of(stream: torch.cuda.Stream, expected: int) -> frozenset[int]:
 
 
 def note_sm(counters: torch.Tensor, stream: torch.cuda.Stream) -> None:
-    """Count, in `counters`, by SM, the blocks of a kernel that has enough of them for all SMs; it may be captured."""
+    """Count in `counters`, by SM, the blocks of a kernel that has enough blocks for all SMs. It may be captured."""
     driver, kernel = _kernel()
     num_blocks = _BLOCKS_PER_SM * torch.cuda.get_device_properties(stream.device).multi_processor_count
     arguments = ctypes.c_uint64(counters.data_ptr()), ctypes.c_uint64(_SPIN_CYCLES)

@@ -54,18 +54,18 @@ from spindle.launch.activity import (
 LIMIT_VARIABLE = "SPINDLE_HEARTBEAT_S"  # 0: no heartbeat
 LIMIT_S = 12.0
 INTERVAL_S = 1.0
-_ALONE = 5  # times the limit: a host with one rank, which may hold the GIL
-_GOODBYE = 1 << 40  # in the counter of a host: one of its ranks has left
+_ALONE = 5  # how many times the limit a host with a single rank may be silent, because that rank may hold the GIL
+_GOODBYE = 1 << 40  # value in the counter of a host: one of its ranks has left
 _UNKNOWN = "unknown"
 _RECORD = round(RECORD_S / INTERVAL_S)  # iterations between two records of activity
-_HUNG, _HUNG_FIRST = "hung", _RECORD + 3  # in the store; iterations in which ranks that hang report first
-_LEAVE_S = 2 * INTERVAL_S  # in which ranks learn that rank 0, which may hold the store, leaves
+_HUNG, _HUNG_FIRST = "hung", _RECORD + 3  # iterations in which ranks that hang may report first
+_LEAVE_S = 2 * INTERVAL_S  # in which ranks learn that rank 0 leaves, which may hold the store
 
 
 def start_heartbeat() -> None:
     """Start the heartbeat of the default process group, unless `spindle launch` watches the ranks.
 
-    Idempotent per group. The heartbeat of a destroyed group ends.
+    Does nothing if it has been started for this group. The heartbeat of a destroyed group ends.
     """
     limit_s = float(os.environ.get(LIMIT_VARIABLE, LIMIT_S))
     if variables.ACTIVITY in os.environ or limit_s <= 0 or dist.get_world_size() == 1:
@@ -74,10 +74,10 @@ def start_heartbeat() -> None:
     if running and running[0].group is group:
         return
     try:
-        # A client of its own: requests of one client block each other.
+        # a client of its own, because requests of one client block each other
         default: Any = dist.distributed_c10d._get_default_store()
         store = default.clone()
-    except (AttributeError, RuntimeError):  # a group without a store, or with one that cannot be cloned
+    except (AttributeError, RuntimeError):  # the group has no store, or one that cannot be cloned
         return
     for old in running:
         old.leave()
@@ -87,7 +87,7 @@ def start_heartbeat() -> None:
 
 @cache
 def _running() -> list[Heartbeat]:
-    """The heartbeat of this process, if it has one."""
+    """The heartbeat of this process, if there is one."""
     return []
 
 
@@ -96,30 +96,31 @@ class Heartbeat:
 
     def __init__(
         self,
-        group: object,
-        store: Any,  # of the group; not to be used by others
+        group: object,  # to recognise the group until this rank leaves
+        store: Any,  # the store of the group; nothing else may use this client
         rank: int,
         size: int,
         limit_s: float = LIMIT_S,
         *,
         interval_s: float = INTERVAL_S,
         end: Callable[[SpindleError], object] = end_by_error,
-        process: str | None = None,  # instead of this one
+        process: str | None = None,  # the identity of this process, if not its own (tests)
         activity: Callable[[], Activity] = recorder.activity,
     ) -> None:
-        self.group, self._store = group, cast(Any, dist.distributed_c10d.PrefixStore("spindle heartbeat", store))
+        self.group: object | None = group
+        self._store = cast(Any, dist.distributed_c10d.PrefixStore("spindle heartbeat", store))
         self._rank, self._peers = rank, [(rank + step) % size for step in range(1, size)]
         self._limit, self._interval_s, self._end = round(limit_s / interval_s), interval_s, end
         self._process = _this_process() if process is None else process
         self._host = _host_of(self._process)
-        self._processes: dict[int, str] = {}  # of the peers, once all of them have begun
-        self._next_ranks: list[int] = []  # of this host, that have not left
-        self._next_hosts: list[tuple[str, list[int]]] = []  # with their ranks
+        self._processes: dict[int, str] = {}  # processes of the peers, once all have started
+        self._next_ranks: list[int] = []  # ranks of this host that have not left
+        self._next_hosts: list[tuple[str, list[int]]] = []  # hosts with their ranks
         self._leaving = threading.Event()
         self._threads: list[threading.Thread] = []
-        self._beats = 0  # heartbeats of this rank that the store has answered
+        self._beats = 0  # how many heartbeats of this rank the store has answered
         self._stopped = 0  # iterations in which the watched rank was stopped or gone
-        self._last, self._silent = 0, 0  # of the watched host: its counter, and iterations without a change
+        self._last, self._silent = 0, 0  # of the watched host: its counter, and the iterations without a change
         self._store_left = rank == 0
         self._activity, self._hangs = activity, HangDetector(size, hung_limit_s())
         self._size, self._iterations, self._slow = size, 0, SlownessDetector()
@@ -134,23 +135,24 @@ class Heartbeat:
         atexit.register(self.leave)
 
     def leave(self) -> None:
-        """Announce that this rank leaves, so that its end is not taken for a failure. Idempotent."""
+        """Announce that this rank leaves, so that its end is not taken for a failure. May be called several times."""
         if self._leaving.is_set():
             return
         self._leaving.set()
         atexit.unregister(self.leave)
-        with suppress(RuntimeError):  # the store is gone, and with it rank 0
+        with suppress(RuntimeError):  # the store is gone, and rank 0 with it
             self._store.add(f"left {self._rank}", 1)
             self._store.add(f"beats of {self._host}", _GOODBYE)
-            if self._rank == 0:  # whose process may hold the store
+            if self._rank == 0:  # the store may live in the process of rank 0
                 end_s = time.monotonic() + _LEAVE_S
                 while not all(map(self._has_left, self._peers)) and time.monotonic() < end_s:
                     time.sleep(0.02)
-        # Python ends a daemon thread that returns from a request of the store while the interpreter shuts down in a way
-        # that aborts the process.
+        # Python ends a daemon thread that returns from a request to the store during interpreter shutdown in a way that
+        # aborts the process.
         for thread in self._threads:
             if thread is not threading.current_thread():
                 thread.join(_LEAVE_S)
+        self.group = None  # the client ends with its last reference
 
     def _has_left(self, rank: int) -> bool:
         return bool(self._store.add(f"left {rank}", 0))
@@ -175,7 +177,7 @@ class Heartbeat:
             self._beats += 1
 
     def _discover_peers(self) -> bool:
-        """Whether all ranks have started; then determine which ones this rank watches."""
+        """Whether all ranks have started. Then determines which of them this rank watches."""
         keys = [f"process {peer}" for peer in self._peers]
         if not self._store.check(keys):
             return False
@@ -210,7 +212,7 @@ class Heartbeat:
             return
         host, ranks = self._next_hosts[0]
         count = self._store.add(f"beats of {host}", 0)
-        # It is known how many of them have left, not which.
+        # the counter says how many ranks have left, not which
         limit = self._limit if len(ranks) - count // _GOODBYE > 1 else _ALONE * self._limit
         if count >= len(ranks) * _GOODBYE:
             del self._next_hosts[0]
@@ -224,7 +226,7 @@ class Heartbeat:
                 self._lose(several if len(ranks) > 1 else f"rank {ranks[0]} has", limit)
 
     def _record_activity(self) -> None:
-        """Record this rank's activity; on rank 0, look for ranks that hang; end if there are any."""
+        """Record this rank's activity. On rank 0, look for ranks that hang, and end the process if there are any."""
         self._store.set(f"activity {self._rank}", json.dumps(asdict(self._activity())))
         keys = [f"activity {rank}" for rank in range(self._size)]
         if self._rank == 0 and self._store.check(keys):
@@ -246,7 +248,7 @@ class Heartbeat:
         self._end(PeerLostError(f"{who} not answered for {iterations * self._interval_s:.0f} s"))
 
     def _watch(self) -> None:
-        """End this process when the store does not answer."""
+        """End this process if the store does not answer."""
         last, silent = -1, 0
         while not self._leaving.wait(self._interval_s):
             silent = silent + 1 if self._beats == last else 0
@@ -258,14 +260,14 @@ class Heartbeat:
 
 
 def _this_process() -> str:
-    """An identity of this process among all others: host and boot, PID, and start time."""
+    """The identity of this process among all others: host and boot, PID, and start time."""
     pid = os.getpid()
     started = _state_and_start(pid)[1]
     host = socket.gethostname()
     with suppress(OSError):
         namespace = os.readlink("/proc/self/ns/pid")  # containers of one host have PIDs of their own
         host = f"{host}-{Path('/proc/sys/kernel/random/boot_id').read_text().strip()}-{namespace}"
-    # A process whose start time is unknown cannot be checked: it counts as a host of its own.
+    # a process whose start time is unknown cannot be checked, so it counts as a host of its own
     return f"{host if started != _UNKNOWN else f'{host}-{pid}'} {pid} {started}"
 
 
@@ -274,17 +276,15 @@ def _host_of(process: str) -> str:
 
 
 def _is_stopped(process: str) -> bool:
-    """Whether a process of this host is stopped (T), not traced (t); or has ended."""
+    """Whether a process of this host is stopped (T, not traced t) or has ended."""
     _, pid, started = process.split()
     state, now = _state_and_start(int(pid))
     return state in "TZX" or now != started
 
 
 def _continue_process(process: str) -> None:
-    """Continue a stopped process of this host (SIGCONT), so that torchrun's SIGTERM reaches it.
-
-    Otherwise torchrun waits 30 s before it kills it.
-    """
+    """Continue a stopped process of this host (SIGCONT), so that torchrun's SIGTERM reaches it. Otherwise torchrun
+    waits 30 s before it kills it."""
     _, pid, started = process.split()
     if started == _state_and_start(int(pid))[1]:
         os.kill(int(pid), signal.SIGCONT)
@@ -293,7 +293,7 @@ def _continue_process(process: str) -> None:
 def _state_and_start(pid: int) -> tuple[str, str]:
     """The state of a process, and its start time in clock ticks since boot."""
     with suppress(OSError, IndexError):
-        # The name, in parentheses, may contain anything; the state follows it.
+        # the name, in parentheses, may contain anything; the state comes after it
         fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
         return fields[0], fields[19]
     return _UNKNOWN, _UNKNOWN

@@ -11,7 +11,7 @@ from spindle.run.items import ItemCode, Lengths, cut_slice
 
 
 class ItemShare:
-    """The share of one member of `group` in one item of a call."""
+    """The share of one member of `group` in an item of a call."""
 
     def __init__(self, code: ItemCode, lengths: Lengths, item: int, group: SequenceGroup) -> None:
         assert code.sequence is not None
@@ -22,7 +22,7 @@ class ItemShare:
         self._tokens = [bound if attended is None else attended.at(bound) for bound in self._bounds]
 
     def of_arguments(self, arguments: Any) -> Any:
-        """The arguments of a call's first layer, cut where that runs on slices."""
+        """The arguments of a call's first layer, sliced if that layer runs on slices."""
         return self._cut(arguments) if self._sequence.whole_layers == 0 else arguments
 
     def of_layer(self, run: Callable[..., Any], number: int) -> Callable[..., Any]:
@@ -30,12 +30,12 @@ class ItemShare:
         whole_layers = self._sequence.whole_layers
         if number >= whole_layers:
             return with_sequence_attention(run, self._group, self._tokens)
-        # Of all tokens, also where backward recomputes it among layers that run on slices.
+        # on all tokens, also if backward recomputes it among layers that run on slices
         run = with_own_attention(run)
         return run if number < whole_layers - 1 else lambda *args, **kwargs: self._cut(run(*args, **kwargs))
 
     def attention(self) -> AbstractContextManager[None]:
-        """A context in which attention is that of the group."""
+        """A context in which attention is computed by the whole group."""
         return sequence_attention(self._group, self._tokens)
 
     def _cut(self, tree: Any) -> Any:

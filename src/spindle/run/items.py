@@ -19,17 +19,18 @@ import torch
 from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 
 from spindle.errors import TrainingError
-from spindle.program import item_runs, join_of, most_slices, slice_bounds
+from spindle.program import item_runs, join_of, max_slices, slice_bounds
 from spindle.run.pytrees import PytreeMeta, TensorMeta
 
-_MOST_LENGTHS = 6  # that are tried, and measured
-Lengths = Mapping[str, tuple[int, ...]]  # rows of each item, by the entry of a batch that says so
+_MOST_LENGTHS = 6  # sequence degrees that are tried and measured
+# The number of rows of each item, by the entry of a batch that holds these numbers.
+Lengths = Mapping[str, tuple[int, ...]]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ItemRows:
-    """How many rows along `axis` of a tensor an item has: its length times a ratio, rounded up; or, without an
-    `entry` of lengths, always `numerator`."""
+    """How many rows along `axis` of a tensor an item has: its length times a ratio, rounded up; or, without an `entry`
+    of lengths, always `numerator`."""
 
     axis: int
     entry: str | None
@@ -37,38 +38,39 @@ class ItemRows:
     denominator: int = 1
 
     def of(self, lengths: Lengths, num_items: int) -> list[int]:
-        """The rows of each item."""
+        """The number of rows of each item."""
         if self.entry is None:
             return [self.numerator] * num_items
         return [self.at(length) for length in lengths[self.entry]]
 
     def at(self, length: int) -> int:
-        """The rows of an item of this length, or those before a multiple of the denominator."""
+        """The number of rows of an item of this length; or the row at which a slice starts, for a multiple of the
+        denominator."""
         return self.numerator if self.entry is None else -(-length * self.numerator // self.denominator)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CountedRows:
-    """Integers that count an item's rows: `rows` of them at these places of a tensor with so many elements, or the
-    integer itself. On a member of a sequence group they count its own."""
+    """Integers that count an item's rows: `rows` of them, at these places of a tensor with so many elements, or the
+    integer itself. On a member of a sequence group, they count the member's rows."""
 
     rows: ItemRows
     places: tuple[int, ...] = ()
     num_elements: int = 1
 
 
-SliceRule = ItemRows | CountedRows | None  # None: members have all of it
+SliceRule = ItemRows | CountedRows | None  # by leaf; None: every member has all of it
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SequenceCode:
-    """How a sequence group shares an item of a call: by slices that begin at multiples of `alignment`, on one of the
+    """How a sequence group shares an item of a call: by slices that start at multiples of `alignment`, on one of the
     allowed numbers of devices.
 
-    What is cut into slices are the leaves of the first layer's arguments, or of what crosses the cut behind
-    `whole_layers`, which each member runs on all tokens; `cut` is empty for a call that reads slices. `attended` are
-    the tokens of attention, and `exchanged_bytes`, by layer, what attention exchanges in forward for each row of an
-    item.
+    The leaves that are sliced are those of the first layer's arguments, or those that cross the cut after
+    `whole_layers` layers, which every member runs on all tokens. `cut` is empty for a call that reads slices.
+    `attended` are the tokens of attention. `exchanged_bytes` says, by layer, what attention exchanges in forward for
+    each row of an item.
     """
 
     degrees: tuple[int, ...]
@@ -79,32 +81,36 @@ class SequenceCode:
     exchanged_bytes: tuple[float, ...] = ()
 
     def allows(self, length: int, degree: int) -> bool:
-        """Whether so many devices may share an item of this length."""
-        return degree == 1 or (degree in self.degrees and degree <= most_slices(length, self.alignment))
+        """Whether this many devices may share an item of this length."""
+        return degree == 1 or (degree in self.degrees and degree <= max_slices(length, self.alignment))
 
     def bounds(self, length: int, degree: int) -> tuple[int, ...]:
-        """Where the slices of an item of this length begin and end, in rows of its longest entry."""
+        """Where the slices of an item of this length start and end, in rows of its longest entry."""
         return slice_bounds(length, degree, self.alignment)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ItemCode:
-    """What is known of an item call: the entries of the batch that it or the calls before it read, each with the entry
-    of its lengths (None: one row for each item), and the rows of each leaf of its output. `can_split` says whether its
-    items may run apart from each other, and `sequence` how several devices may share one, if they may."""
+    """What is known of an item call: the entries of the batch that it, or the calls before it, read, each with the
+    entry of its lengths (None: one row per item); and the rows of each leaf of its output.
+
+    `can_split` says whether its items may run separately. `sequence` says how several devices may share an item, if
+    they may. `changes_module` says whether each call changes its module (running statistics).
+    """
 
     entries: tuple[tuple[str, str | None], ...]
     rows: tuple[ItemRows | None, ...] = ()
     can_split: bool = False
     sequence: SequenceCode | None = None
+    changes_module: bool = False
 
     @property
     def length_entry(self) -> str | None:
-        """The lengths that the time of an item depends on."""
+        """The lengths on which the time of an item depends."""
         return next((entry for _, entry in self.entries if entry is not None), None)
 
     def num_items(self, batch: Any, lengths: Lengths) -> int:
-        """The number of items of a batch, of which only the shapes matter."""
+        """The number of items of a batch. Only the shapes of the batch are used."""
         name, entry = self.entries[0]
         return len(lengths[entry]) if entry is not None else int(batch[name].shape[0])
 
@@ -112,8 +118,8 @@ class ItemCode:
 def cut_items(
     batch: Any, code: ItemCode, lengths: Lengths, items: Sequence[int], held: Sequence[int] | None = None
 ) -> Any:
-    """A batch with only these items, in this order, in the entries of an item call; other entries as they are. With
-    `held`, the batch has only those of its items."""
+    """A batch with only these items, in this order, in the entries of an item call. All other entries are unchanged.
+    With `held`, the given batch has only the items `held`."""
     cut = dict(batch)
     if held is not None:
         lengths = {name: tuple(rows[item] for item in held) for name, rows in lengths.items()}
@@ -136,8 +142,8 @@ def _cut_rows(leaf: Any, rows: Sequence[int] | None, items: Sequence[int]) -> An
 
 
 def cut_slice(tree: Any, rules: Sequence[SliceRule], bounds: Sequence[int], place: int) -> Any:
-    """One member's slice of the leaves of a pytree, of one item with these bounds. Refuses leaves that do not follow
-    their rules."""
+    """One member's slice of the leaves of a pytree that belong to one item with these bounds. Refuses leaves that do
+    not follow their rules."""
     leaves, spec = tree_flatten(tree)
     if len(leaves) != len(rules):
         raise _rows_error(f"{len(leaves)} values, where its first batch had {len(rules)}")
@@ -164,7 +170,7 @@ def _sliced(leaf: Any, rule: SliceRule, bounds: Sequence[int], place: int) -> An
                 raise _rows_error(f"{leaf.numel()} counts for an item of {length}, expected {rule.num_elements}")
             counted = leaf.clone(memory_format=torch.contiguous_format)
             for element in (counted.view(-1)[counted_at] for counted_at in places):
-                if leaf.device.type == "cuda":  # reading it would wait for the GPU
+                if leaf.device.type == "cuda":  # reading the value would wait for the GPU
                     torch._assert_async(element == whole, f"counts tokens of an item as {whole}")
                 elif element != whole:
                     raise _rows_error(f"a count of {int(element)} for an item of {length}, expected {whole}")
@@ -180,7 +186,7 @@ def _rows_error(text: str) -> TrainingError:
 
 
 def slice_rows(code: ItemCode, lengths: Lengths, item: int, degree: int, leaf: int) -> list[int] | None:
-    """Bounds of the members' rows of one leaf of a call's output; None where it has no rows."""
+    """The bounds of the members' rows of one leaf of a call's output. None if the leaf has no rows."""
     rows, entry = code.rows[leaf], code.length_entry
     if rows is None:
         return None
@@ -190,7 +196,7 @@ def slice_rows(code: ItemCode, lengths: Lengths, item: int, degree: int, leaf: i
 
 
 def join_items(parts: Sequence[tuple[tuple[int, ...], Any]], code: ItemCode, lengths: Lengths, name: str) -> Any:
-    """The output of an item call, from the outputs of its parts, each given with its items."""
+    """The output of an item call from the outputs of its parts, each given with its items."""
     if len(parts) == 1 and parts[0][0] == tuple(range(len(parts[0][0]))):
         return parts[0][1]
     items = [part_items for part_items, _ in parts]
@@ -227,7 +233,7 @@ def _ratio(rows: ItemRows) -> str:
 
 
 def meta_of_items(example: PytreeMeta, code: ItemCode, lengths: Lengths, items: Sequence[int]) -> PytreeMeta:
-    """The metadata of an item call's output for these items, from that for other items."""
+    """The metadata of an item call's output for these items, derived from that for other items."""
     leaves = []
     num_items = 1 + max(items, default=-1)
     for leaf, rows in zip(example.leaves, code.rows, strict=True):
@@ -242,7 +248,7 @@ def meta_of_items(example: PytreeMeta, code: ItemCode, lengths: Lengths, items: 
 
 
 def chosen_items(lengths: Sequence[int]) -> list[int]:
-    """A few items of different lengths, shortest and longest included, shortest first."""
+    """A few items of different lengths, shortest first, including the shortest and the longest."""
     by_length = {length: item for item, length in reversed(list(enumerate(lengths)))}
     distinct = sorted(by_length)
     count = min(_MOST_LENGTHS, len(distinct))

@@ -1,13 +1,13 @@
 """Compute streams of a rank's lanes, and the events between them.
 
-The host launches the instructions of all lanes in the order of the plan, each on the stream of its lane. Where an
-instruction depends on one of another lane, its stream waits for an event behind that one. Memory needs no further care
-but for tensors that cross lanes: torch's allocator gives memory back to the stream that allocated it, in captures, too,
-so whatever another lane reads is held until the step ends.
+The host launches the instructions of all lanes in the order of the plan, each on the stream of its lane. If an
+instruction depends on one of another lane, its stream waits for an event recorded after that one. Only tensors that
+cross lanes need care: torch's allocator gives freed memory back to the stream that allocated it, also in captures, so
+whatever another lane reads is kept until the step ends.
 
 With several ranks, communication is launched from a stream of its own, in the order that is common to all ranks. It
-waits for events behind what it sends or reduces, and for nothing else, so that no lane waits for another through it.
-What this stream reads, or receives for a lane, is freed only behind what both of them have launched by then.
+waits for events recorded after what it sends or reduces, and for nothing else, so that no lane waits for another
+through it. What this stream reads, or receives for a lane, is freed only after what both have launched by then.
 
 Autograd runs a node of backward on the stream of its forward, whatever stream is current. Weight gradients therefore
 run on a lane of their own only as a CUDA graph, which is captured on the stream of their slot and replayed on any;
@@ -37,12 +37,13 @@ from spindle.run.step import Step
 from spindle.run.world import World, compute_stream
 
 Record = Callable[[int, int, frozenset[int]], AbstractContextManager[None]]
-COMMUNICATION = -1  # the lane from which communication is launched, where compute has several
-_REGIONS = (-2, -3, -4, -5)  # streams from which regions are launched in turn, so that none waits for the one before
+COMMUNICATION = -1  # the lane from which communication is launched if compute has several lanes
+# Streams from which regions are launched in turn, so that a region does not wait for the one before it.
+_REGIONS = (-2, -3, -4, -5)
 
 
 class Lanes:
-    """The lanes of one rank. With one lane, or on a CPU, all of it does nothing, unless instructions are recorded."""
+    """The lanes of one rank. With a single lane, or on a CPU, it does nothing, unless instructions are recorded."""
 
     def __init__(self, program: Program, rank_program: RankProgram, world: World) -> None:
         self._lane_of = [slot.lane for slot in program.plan.slots]
@@ -50,16 +51,16 @@ class Lanes:
         self._is_on = uses_streams(program, world)
         self._streams: list[torch.cuda.Stream] = []
         self._communication: torch.cuda.Stream | None = None
-        # The lane of what belongs to no slot: the first one, or with quotas, where no lane has all SMs, one behind all.
+        # The lane of everything that belongs to no slot: the first one; with quotas, an extra one that has all SMs.
         self._common = program.plan.num_lanes if program.plan.quotas else 0
-        self._lane_at: dict[int, int] = {}  # by instruction
-        self._slot_lane_at: dict[int, int] = {}  # by instruction: the lane of its slot, where autograd launches it
-        self._waits: dict[int, list[int]] = {}  # by instruction: those of other lanes that it needs
-        self._messages: dict[int, list[int]] = {}  # by instruction of a compute lane: communication that it needs
+        self._lane_at: dict[int, int] = {}  # lane by instruction
+        self._slot_lane_at: dict[int, int] = {}  # by instruction: the lane of its slot, on which autograd launches it
+        self._waits: dict[int, list[int]] = {}  # by instruction: the instructions of other lanes that it needs
+        self._messages: dict[int, list[int]] = {}  # by instruction of a compute lane: the communication that it needs
         self._events: dict[int, torch.cuda.Event] = {}
         self._record: Record | None = None
-        self._last_on: dict[int, int] = {}  # by lane: the instruction recorded last
-        self._num_regions = 0  # launched so far
+        self._last_on: dict[int, int] = {}  # by lane: the instruction that was recorded last
+        self._num_regions = 0  # regions launched so far
         self._recorded: set[int] = set()
         if program.plan.num_lanes == 1:
             return
@@ -96,13 +97,13 @@ class Lanes:
                 self._messages.setdefault(after, []).append(before)
 
     def begin(self) -> None:
-        """Let all lanes wait for what was launched before the step: the last update, and this step's batches."""
+        """Let all lanes wait for what was launched before the step: the last update, and the batches of this step."""
         for stream in self._other_streams():
             stream.wait_stream(self._streams[self._common])
 
     @contextmanager
     def on_stream_of(self, position: int) -> Iterator[None]:
-        """Launch an instruction on its lane, behind what it needs from other lanes."""
+        """A context that launches an instruction on its lane, after what it needs from other lanes."""
         if self._record is not None:
             lane = self._lane_at[position]
             needs = frozenset(self._waits.get(position, ())) & self._recorded
@@ -123,8 +124,8 @@ class Lanes:
             self._events[position] = stream.record_event()
 
     def needs_of(self, positions: Sequence[int]) -> dict[int, list[int]]:
-        """What each of these instructions, of all that a step launches on compute lanes, waits for on this rank: others
-        of them, and messages."""
+        """What each of these instructions, which are all that a step launches on compute lanes, waits for on this rank:
+        other instructions, and messages."""
         before_on: dict[int, int] = {}  # by lane
         needs = {}
         for position in positions:
@@ -143,8 +144,9 @@ class Lanes:
         return Region(needs, sorted(inside & (waited_for | set(last_on.values()))))
 
     def launch(self, region: Region, replay: Callable[[], bool]) -> None:
-        """Launch a region, as one graph, behind its lanes, of which each then goes on behind its last pass. `replay`
-        returns whether it launches anything behind the graph: then all wait for that."""
+        """Launch a region as one graph, after the lanes that it uses. Each of these lanes then continues after its last
+        pass in the region. `replay` returns whether it launches anything after the graph; then all of them wait for
+        that."""
         if not self._is_on:
             replay()
             return
@@ -162,8 +164,8 @@ class Lanes:
 
     @contextmanager
     def on_communication_stream(self, position: int) -> Iterator[None]:
-        """Launch a transfer or a collective behind what it needs from lanes. What waits for it is what its request
-        makes wait."""
+        """A context that launches a transfer or a collective after what it needs from lanes. Its request makes other
+        streams wait for it."""
         if self._communication is None:
             yield
             return
@@ -173,13 +175,13 @@ class Lanes:
 
     def _wait(self, stream: torch.cuda.Stream, position: int) -> None:
         for before in self._waits.get(position, ()):
-            if before in self._events:  # else its task takes no part in this step
+            if before in self._events:  # otherwise its task takes no part in this step
                 stream.wait_event(self._events[before])
 
     @contextmanager
     def recording(self, record: Record) -> Iterator[None]:
-        """Inside, an instruction runs in `record(instruction, lane, needed)`, on the stream of its slot; `needed`
-        are those that it follows on its lane or waits for, of those recorded before."""
+        """A context in which each instruction runs inside `record(instruction, lane, needed)`, on the stream of its
+        slot. `needed` are those instructions recorded before that it follows on its lane or waits for."""
         self._record, self._last_on, self._recorded = record, {}, set()
         try:
             yield
@@ -188,7 +190,7 @@ class Lanes:
 
     def hold(self, step: Step, slot: RankSlot) -> None:
         """Keep what a slot reads from other lanes, and the gradients that they will read from it, until the step ends.
-        Called after its forward."""
+        Call it after the slot's forward."""
         if not self._is_on and self._record is None:
             return
         for link in slot.inputs:
@@ -197,13 +199,13 @@ class Lanes:
                 step.crossing.append(crossing)
 
     def join(self) -> None:
-        """Let what follows the step wait for all lanes."""
+        """Let whatever follows the step wait for all lanes."""
         for stream in self._other_streams():
             self._streams[self._common].wait_stream(stream)
         self._events.clear()
 
     def _other_streams(self) -> list[torch.cuda.Stream]:
-        """All streams but that of the common lane, which begins a step and ends it."""
+        """All streams except that of the common lane, on which a step starts and ends."""
         if self._record is not None:
             return []
         others = [stream for lane, stream in enumerate(self._streams) if lane != self._common]
@@ -212,31 +214,32 @@ class Lanes:
 
 @contextmanager
 def on_own_lane(slot: RankSlot, device: torch.device) -> Iterator[None]:
-    """Inside, what is launched on the lane of a slot's weight gradients runs on that of the slot, in the same order."""
+    """A context in which work launched on the lane of a slot's weight gradients runs on the lane of the slot, in the
+    same order."""
     if device.type != "cuda" or slot.lane == slot.weight_lane:
         yield
         return
-    here, own = torch.cuda.current_stream(), lane_stream(slot.lane)
-    own.wait_stream(here)
-    with torch.cuda.stream(own):
+    current, stream = torch.cuda.current_stream(), lane_stream(slot.lane)
+    stream.wait_stream(current)
+    with torch.cuda.stream(stream):
         yield
-    here.wait_stream(own)
+    current.wait_stream(stream)
 
 
 def uses_streams(program: Program, world: World) -> bool:
-    """Whether lanes are streams: a plan has several, and the device is a GPU."""
+    """Whether lanes are streams: the plan has several lanes, and the device is a GPU."""
     return world.device.type == "cuda" and program.plan.num_lanes > 1
 
 
 def release_behind_current_stream(tensor: torch.Tensor | None) -> None:
-    """Let the memory of a tensor of another stream be used again only behind what the current one has launched when
-    the tensor is freed."""
+    """Let the memory of a tensor of another stream be reused only after what the current stream has launched by the
+    time the tensor is freed."""
     if tensor is not None:
         tensor.record_stream(torch.cuda.current_stream())
 
 
 def lane_stream(lane: int) -> torch.cuda.Stream:
-    """The stream of a lane. Libraries keep a workspace per stream, so plans share them."""
+    """The stream of a lane. All plans share it, because libraries keep a workspace per stream."""
     return compute_stream() if lane == 0 else _further_stream(lane)
 
 

@@ -25,11 +25,11 @@ def loss_part(
     check_with: Any = None,
     num_tokens: int | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """This rank's part of a task's loss, over its rows, and total and count of each metric; the parts of all ranks add
-    up.
+    """This rank's part of a task's loss over its rows, and the total and count of each metric. The parts of all ranks
+    add up.
 
-    With `check_with`, the whole batch, the sums are compared with those of the whole batch; with `num_tokens`, what
-    the loss counts with what `tokens(batch)` did.
+    With `check_with`, the whole batch, the sums are compared with the loss of the whole batch. With `num_tokens`, the
+    count of the loss is compared with what `tokens(batch)` returned.
     """
     result: Any = torch.zeros((), device=world.device)
     values: tuple[Any, ...] = (0.0,) * len(code.metrics)
@@ -43,14 +43,14 @@ def loss_part(
         if not isinstance(result, torch.Tensor) or result.numel() != 1:
             got = tuple(result.shape) if isinstance(result, torch.Tensor) else type(result).__name__
             raise TrainingError(f"task {slot.task!r}: its loss must be one number in a tensor, got {got}")
-    # Each rank's part is divided by what all ranks count, so that the parts, and their gradients, add up.
+    # Each rank divides its part by the count of all ranks, so that the parts, and their gradients, add up.
     if code.is_mean:
         if len(slot.ranks) > 1:
             count = count.clone()
             with peers("counting"):
                 dist.all_reduce(count, group=world.group("loss", slot.ranks))
         if num_tokens is not None:
-            # A GPU has to be waited for, so there only while losses are checked.
+            # this waits for a GPU, so there only while losses are checked
             if (not count.is_cuda or check_with is not None) and float(count) != num_tokens:
                 raise TrainingError(
                     f"task {slot.task!r}: tokens(batch) gives {num_tokens} for a batch whose spindle.mean counts "
@@ -68,8 +68,8 @@ def loss_part(
 
 @torch.no_grad()
 def metric_sums(values: Sequence[Any], num_rows: int, device: torch.device) -> torch.Tensor:
-    """Total and count of each metric over `num_rows` rows, as a flat list: a pair as given; for a tensor with
-    dimensions, the sum and number of its elements; any other value is a mean over the rows."""
+    """The total and count of each metric over `num_rows` rows, as a flat list. A pair is used as it is; of a tensor
+    with dimensions, the sum and the number of elements; any other value is a mean over the rows."""
     sums: list[torch.Tensor] = []
     for value in values:
         if isinstance(value, tuple):
@@ -77,7 +77,7 @@ def metric_sums(values: Sequence[Any], num_rows: int, device: torch.device) -> t
         elif isinstance(value, torch.Tensor) and value.dim():
             total, count = value.sum(dtype=torch.float64), value.numel()
         else:
-            # Multiplied in float64, the dtype of the sums.
+            # multiplied in float64, the dtype of the sums
             total, count = _scalar(value, device) * num_rows, num_rows
         sums += [_scalar(total, device), _scalar(count, device)]
     return torch.stack(sums) if sums else torch.zeros(0, dtype=torch.float64, device=device)
@@ -100,12 +100,12 @@ def _check_split(
     world: World,
 ) -> None:
     """Compare the sums of all parts with loss and metrics of the whole batch, on the first rank of the slot."""
-    # Via the host: a CUDA tensor of another process would be unpickled onto its device index.
+    # on the host: a CUDA tensor from another process would be unpickled onto its device index
     box = (slot.begin, on_device(detached(outputs), torch.device("cpu")), float(part), sums.tolist())
     boxes = world.all_gather_objects(box, "loss", slot.ranks)
     if world.rank != slot.ranks[0]:
         return
-    # What all ranks gave to the loss, joined in the order of rows: the inputs of the loss over the whole batch.
+    # the inputs that all ranks gave to the loss, joined in the order of rows: those of the whole batch
     parts = sorted((box for box in boxes if box[1]), key=lambda box: box[0])
     axes = [link.axes for source in code.sources for link in slot.inputs if link.source == source]
     flat = [tree_flatten(on_device(part[1], world.device)) for part in parts]
@@ -120,7 +120,7 @@ def _check_split(
     with torch.no_grad():
         whole, values = code.run(batch, *tree_unflatten(leaves, flat[0][1]))
     whole = float(whole[0] / whole[1] if code.is_mean else whole)
-    together = sum(box[2] for box in boxes)
+    summed = sum(box[2] for box in boxes)
     tolerance = {torch.float64: 1e-7, torch.float32: 1e-3}.get(part.dtype, 5e-2)
     if torch.is_autocast_enabled(world.device.type):
         tolerance = 5e-2
@@ -136,9 +136,9 @@ def _check_split(
                 f"together from the parts of {len(slot.ranks)} ranks; give spindle.result(...) a mean over samples, a "
                 "value for each sample, or a pair (total, count) of sums over samples"
             )
-    if abs(whole - together) > tolerance * max(abs(whole), 1e-3):
+    if abs(whole - summed) > tolerance * max(abs(whole), 1e-3):
         raise TrainingError(
-            f"task {slot.task!r}: its loss over the whole batch is {whole:.6g}, but {together:.6g} when put "
+            f"task {slot.task!r}: its loss over the whole batch is {whole:.6g}, but {summed:.6g} when put "
             f"together from the parts of {len(slot.ranks)} ranks; "
             + (
                 "spindle.mean(total, count) needs a total and a count that are sums over samples"

@@ -12,12 +12,14 @@ from spindle.timeline import Timeline
 
 
 def timeline_of(program: Program, ranks: Sequence[Spans], held: Sequence[HeldBytes] = ()) -> Timeline:
-    """The timeline of one step. Ranks' clocks must agree, as those of one host do.
+    """The timeline of one step.
 
-    A transfer starts when both sides have posted it and ends when the receiver has waited for it; a collective starts
-    with the last rank that joins. `held` is the memory of each rank, in a step of the same program; without it there
-    are no bytes. What is allocated between two instructions counts for the later one, from its start.
+    The clocks of ranks must agree, as those of one host do. A transfer starts when both sides have posted it, and ends
+    when the receiver has waited for it; a collective starts with the last rank that joins. `held` is the memory of each
+    rank, read in a step of the same program; without it, the timeline has no bytes. Memory allocated between two
+    instructions counts from the start of the later one.
     """
+    # As the ranks recorded them; an instruction that a rank did not run takes no time.
     instances = instances_of(program)
     origin = min(spans.begin for spans in ranks)
     count = instances.num_instances
@@ -32,6 +34,7 @@ def timeline_of(program: Program, ranks: Sequence[Spans], held: Sequence[HeldByt
         posted[instance] = first - origin
         end[instance] = spans.end.get(number, first) - origin
         start[instance] = spans.start.get(number, first) - origin
+    # The start of communication follows from all sides: a rank alone only knows when it posted its own.
     for number, instruction in enumerate(program.instructions):
         match instruction:
             case Exchange(link=link, backward=backward):

@@ -27,25 +27,25 @@ from torch import nn
 from torch.overrides import TorchFunctionMode
 from torch.utils._device import _device_constructors
 
-from spindle.launch import is_debugging, is_users
+from spindle.errors import InputError
+from spindle.launch import innermost_users, is_debugging, line_text
 
 _LARGE = 1 << 16  # elements; smaller tensors may be data that a script looks at
 _MOVES = (torch.Tensor.to, torch.Tensor.cuda, torch.Tensor.cpu, torch.Tensor.pin_memory)
-_NOTE = (
-    "note: spindle runs this script without weights and without a GPU, up to the first fit of its Trainer. Code "
-    "before that cannot read weights, run a model or use a GPU: do that after fit, or only if SPINDLE_WORKLOAD is "
-    "not in "
-    "the environment; or measure where there is a GPU (spindle profile), and plan from that profile"
+_ADVICE = (
+    "No spindle.Trainer.fit was reached; up to there, a script that is planned runs without weights and without a GPU. "
+    "Give a script that trains with a spindle.Trainer; in one that does, run models and use GPUs after fit, or only if "
+    "SPINDLE_WORKLOAD is not in the environment, or plan from a profile (spindle profile)."
 )
 
 
 def leave_out_weights() -> None:
-    """Create parameters without values from now on, to the end of this process."""
+    """From now on, until this process ends, create parameters without values."""
     _leave_out_values()
     _leave_out_gpus()
     _map_checkpoints()
     _explain_failures()
-    # The command's own output goes to stdout; what the script prints goes to stderr.
+    # the command's own output goes to stdout, so what the script prints goes to stderr
     sys.stdout.flush()
     os.dup2(sys.stderr.fileno(), sys.stdout.fileno())
 
@@ -62,7 +62,7 @@ def _leave_out_values() -> None:
 
 
 class _WithoutGpu(TorchFunctionMode):
-    """Replaces GPU devices by the CPU; what is made of a meta tensor stays on `meta`."""
+    """Replaces GPU devices by the CPU. What is made from a meta tensor stays on `meta`."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = dict(kwargs or {})
@@ -96,7 +96,7 @@ class _WithoutGpu(TorchFunctionMode):
 
 
 def _on_cpu(device: Any) -> Any:
-    """The CPU in place of a GPU; an integer is a GPU, too."""
+    """The CPU in place of a GPU. An integer also means a GPU."""
     return "cpu" if isinstance(device, int) or re.match("cuda", str(device)) else device
 
 
@@ -181,24 +181,27 @@ class _SafeSlice:
         return torch.empty(self._slice.get_shape(), dtype=self._slice[:0].dtype, device="meta")[index]
 
 
-def _cut_to_script(trace: TracebackType | None) -> None:
-    """End a traceback at the script's own innermost line: the frames of torch below it do not help."""
-    last = None
-    while trace is not None:
-        last = trace if is_users(trace.tb_frame.f_code) else last
-        trace = trace.tb_next
-    if last is not None:
-        last.tb_next = None
-
-
 def _explain_failures() -> None:
     report = sys.excepthook
 
     def explain(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-        if isinstance(error, AssertionError) or re.search("meta|cuda|nvidia|accelerator", str(error), re.IGNORECASE):
-            error.add_note(_NOTE)
-            if not is_debugging():
-                _cut_to_script(trace)
-        report(kind, error, trace)
+        place = innermost_users(trace)
+        if place is not None and _needs_values(error):
+            said = str(error).strip().split("\n")[0]
+            what = f"{kind.__name__}: {said}" if said else kind.__name__
+            line = line_text(place.tb_frame.f_code.co_filename, place.tb_lineno)
+            refusal = InputError(f"{line}: {what}\n{_ADVICE}")
+            if is_debugging():
+                refusal.__cause__ = error
+            error = refusal
+        report(type(error), error, error.__traceback__)
 
     sys.excepthook = explain
+
+
+def _needs_values(error: BaseException) -> bool:
+    """Whether an error seems to come from what is missing here: values of weights, and GPUs."""
+    if isinstance(error, AssertionError):  # assert torch.cuda.is_available()
+        return True
+    is_torchs = isinstance(error, RuntimeError | TypeError | ValueError)  # not a missing key or file of that name
+    return is_torchs and re.search(r"\bmeta\b|cuda|nvidia|accelerator", str(error), re.IGNORECASE) is not None

@@ -16,12 +16,12 @@ from spindle.run.pytrees import Axes
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LayerCode:
-    """One layer: `run(*values)` returns its outputs, a tuple whose leaves have these batch dimensions.
+    """One layer. `run(*values)` returns its outputs, a tuple whose leaves have these batch dimensions.
 
-    `writes_input` says that it changes its input in place, `is_random` that it draws random numbers. `buffers()` are
-    tensors that it may change beside its outputs (running statistics). `styled` are its tensor-parallel parts. Layers
-    of equal `likeness`, where there is one, return the same shapes for the same input shapes. `compiled` runs the same,
-    with its modules compiled; it is not for tensors without values.
+    `writes_input` says whether it changes its input in place, `is_random` whether it draws random numbers. `buffers()`
+    are the tensors that it may change besides its outputs (running statistics). `styled` are its tensor-parallel
+    submodules. Layers with equal `likeness`, if they have one, return equal shapes for equal input shapes. `compiled`
+    does the same with its modules compiled; it is not for tensors without values.
     """
 
     run: Callable[..., tuple[Any, ...]]
@@ -37,13 +37,16 @@ class LayerCode:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LayersCode:
-    """Layers of a module. The first op of a call has `arguments(batch, *outputs)`, which makes its arguments from the
-    outputs of the calls `sources`. Item calls, which may run in parts, have `items`."""
+    """Layers of a module.
+
+    The first op of a call has `arguments(batch, *outputs)`, which computes its arguments from the batch and the outputs
+    of the calls `sources`. Item calls, which may run in parts, have `items`.
+    """
 
     layers: tuple[LayerCode, ...]
     arguments: Callable[..., Any] | None = None
     sources: tuple[str, ...] = ()
-    reads_values: bool = False  # in this task, shapes may differ for batches of one shape
+    reads_values: bool = False  # whether shapes in this task may differ between batches of equal shapes
     items: ItemCode | None = None
 
     @property
@@ -53,10 +56,11 @@ class LayersCode:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LossCode:
-    """A loss over the outputs of `sources`: a value, or, with `is_mean`, a total and a count to sum before dividing.
+    """A loss of the outputs of `sources`: a value, or with `is_mean` a total and a count that are summed before
+    dividing.
 
-    With `metrics`, their names, `loss` returns it with a tuple of their values. The weight among the losses of a step
-    may be a function of the step's number.
+    With `metrics` (their names), `loss` also returns a tuple of their values. The weight of the loss in a step may be a
+    function of the step's number.
     """
 
     loss: Callable[..., Any]
@@ -65,7 +69,7 @@ class LossCode:
     is_mean: bool
     per_sample_mean: bool
     is_random: bool = False
-    is_sum: bool = False  # whether losses of parts of a batch add up as they are
+    is_sum: bool = False  # whether the losses of parts of a batch add up without scaling
     reads_values: bool = False
     metrics: tuple[str, ...] = ()
 

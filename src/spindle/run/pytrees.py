@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves, tree_map, tree_unflatten
 
+from spindle.errors import TrainingError
 from spindle.run import signed_pickle
 
 Axes = tuple[int | None, ...]  # by leaf, in the order of `tree_leaves`
@@ -23,8 +24,8 @@ _SAMPLES = 64
 
 
 def axes_of(small: Any, small_rows: int, large: Any, large_rows: int) -> tuple[Axes, bool]:
-    """The row axis of each leaf, from the same pytree at two numbers of rows, and whether any leaf mixes rows: it grows
-    in two dimensions (a similarity of all pairs), or not in proportion to the rows."""
+    """The row axis of each leaf, derived from the same pytree at two numbers of rows. Also returns whether any leaf
+    mixes rows: whether it grows in two dimensions (a similarity of all pairs), or not in proportion to the rows."""
     axes: list[int | None] = []
     mixes = False
     small_leaves, large_leaves = tree_leaves(small), tree_leaves(large)
@@ -46,6 +47,16 @@ def axes_of(small: Any, small_rows: int, large: Any, large_rows: int) -> tuple[A
     return tuple(axes), mixes
 
 
+def has_uneven_rows(small: Any, small_rows: int, large: Any, large_rows: int) -> bool:
+    """Whether a tensor has different numbers of entries for different rows: such a tensor cannot be cut by rows."""
+    return any(
+        size != larger and size * large_rows != larger * small_rows
+        for few, many in zip(tree_leaves(small), tree_leaves(large), strict=False)
+        if isinstance(few, torch.Tensor) and isinstance(many, torch.Tensor) and few.dim() == many.dim()
+        for size, larger in zip(few.shape, many.shape, strict=True)
+    )
+
+
 def cut(tree: Any, axes: Axes, num_rows: int, first: int, last: int) -> Any:
     """Rows `[first, last)` of a pytree of `num_rows` rows."""
     if first == 0 and last == num_rows:
@@ -57,11 +68,18 @@ def cut(tree: Any, axes: Axes, num_rows: int, first: int, last: int) -> Any:
 
 
 def cut_leaf(leaf: Any, axis: int | None, num_rows: int, first: int, last: int) -> Any:
-    if axis is None:
+    # All rows of a leaf are all of its entries, even if rows have different numbers of them.
+    if axis is None or (first == 0 and last == num_rows):
         return leaf
     if not isinstance(leaf, torch.Tensor):
         return leaf // num_rows * (last - first)
-    each = leaf.shape[axis] // num_rows
+    each, rest = divmod(leaf.shape[axis], num_rows)
+    if rest:
+        raise TrainingError(
+            f"a tensor of shape {tuple(leaf.shape)} cannot be divided among devices: its {num_rows} samples have "
+            "different numbers of rows; register the module that returns it, and those that read it, with "
+            "whole_batch=True"
+        )
     return leaf.narrow(axis, first * each, (last - first) * each)
 
 
@@ -76,7 +94,7 @@ class TensorMeta:
 
 @dataclass(frozen=True, slots=True)
 class PytreeMeta:
-    """A pytree without values: for each leaf a TensorMeta, or the leaf itself where it is no tensor."""
+    """A pytree without values: a TensorMeta for each tensor, and any other leaf itself."""
 
     spec: TreeSpec
     leaves: tuple[Any, ...]
@@ -115,6 +133,7 @@ def meta_to_bytes(meta: PytreeMeta) -> bytes:
 
 
 def meta_from_bytes(text: bytes) -> PytreeMeta:
+    """Read what `meta_to_bytes` made."""
     tree, num_rows = signed_pickle.loads(text)
     leaves, spec = tree_flatten(tree)
     return PytreeMeta(spec, tuple(leaves), num_rows)
@@ -122,13 +141,13 @@ def meta_from_bytes(text: bytes) -> PytreeMeta:
 
 def shape_for(meta: TensorMeta, axis: int | None, num_rows: int, rows: int) -> tuple[int, ...]:
     """The shape of a leaf of `num_rows` rows when it holds `rows` of them."""
-    if axis is None:
+    if axis is None or rows == num_rows:
         return meta.shape
     return (*meta.shape[:axis], meta.shape[axis] // num_rows * rows, *meta.shape[axis + 1 :])
 
 
 def plain(batch: Any) -> Any:
-    """A batch as dicts, tuples and lists: other mappings (a tokenizer's) become dicts."""
+    """A batch as dicts, tuples and lists. Other mappings (such as a tokenizer's) become dicts."""
     if isinstance(batch, Mapping):
         return {key: plain(value) for key, value in batch.items()}
     if isinstance(batch, tuple) and hasattr(batch, "_fields"):
@@ -145,7 +164,7 @@ def signature_of(batch: Any) -> int:
 
 
 def fingerprint_of(batch: Any) -> int:
-    """A 48-bit digest of a few values of each tensor: batches that differ in it are not the same."""
+    """A 48-bit digest of a few values of each tensor. Batches with different digests are different."""
     parts: list[bytes] = []
     for leaf in tree_leaves(batch):
         if isinstance(leaf, torch.Tensor) and leaf.numel():
@@ -163,14 +182,14 @@ def digest(text: str | bytes) -> int:
 
 
 def joined(parts: Sequence[tuple[int, torch.Tensor]], axis: int) -> torch.Tensor:
-    """Concatenate parts, given with their first rows, in the order of rows."""
+    """Concatenate parts in the order of their first rows."""
     if len(parts) == 1:
         return parts[0][1]
     return torch.cat([part for _, part in sorted(parts, key=lambda entry: entry[0])], dim=axis)
 
 
 def leaves_of(tree: Any) -> list[Any]:
-    """The leaves of a pytree; a fast path for a tuple of tensors, which is most of what passes between layers."""
+    """The leaves of a pytree. Has a fast path for a tuple of tensors, which is most of what passes between layers."""
     return list(tree) if _is_plain(tree) else tree_leaves(tree)
 
 
@@ -179,7 +198,7 @@ def _is_plain(tree: Any) -> bool:
 
 
 def as_leaves(tree: Any) -> Any:
-    """Detach all leaves; those that required gradients are leaves of a new autograd graph."""
+    """Detach all leaves. Those that required gradients become leaves of a new autograd graph."""
     if _is_plain(tree):
         return tuple(leaf.detach().requires_grad_(leaf.requires_grad) for leaf in tree)
     return tree_map(

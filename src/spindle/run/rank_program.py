@@ -19,10 +19,12 @@ from spindle.program import (
     Flows,
     Forward,
     Instruction,
+    Link,
     Program,
     SlotShape,
     launch_order,
     launches_collectives,
+    placement_key,
 )
 from spindle.run.items import ItemCode
 from spindle.run.op_code import LayersCode, LossCode, OpCode
@@ -31,8 +33,11 @@ from spindle.run.pytrees import Axes
 
 @dataclass(frozen=True, slots=True)
 class Flow:
-    """Rows `[first, last)` to or from a peer. `with_rowless`: leaves without a batch dimension send their gradient with
-    this flow, the one of a consumer's first row, so that it is counted once."""
+    """Rows `[first, last)` sent to or received from a peer.
+
+    `with_rowless`: leaves without a batch dimension send their gradient with this flow, which carries the consumer's
+    first row, so that it is counted once.
+    """
 
     peer: int
     first: int
@@ -47,18 +52,18 @@ class LinkEnd:
     number: int
     producer: int
     consumer: int
-    source: str  # the call that produces
+    source: str  # the call that produces the values
     task: str
-    cut: tuple[int, int]  # the op that produces, and how many of its layers come before
+    cut: tuple[int, int]  # the op that produces the values, and how many of its layers come before
     axes: Axes
     sends: tuple[tuple[Flow, ...], tuple[Flow, ...]]  # forward, backward
     receives: tuple[tuple[Flow, ...], tuple[Flow, ...]]
-    local: tuple[int, int] | None  # rows that this rank has on both sides
-    is_whole: bool  # this rank produces and consumes the same rows: nothing is sent
-    has_new_shapes: bool  # in every step
-    items: tuple[int, ...] = ()  # of the part that produces; each of its ranks sends all of its output
+    local: tuple[int, int] | None  # rows that this rank produces and consumes
+    is_whole: bool  # whether this rank produces and consumes the same rows, so that nothing is sent
+    has_new_shapes: bool  # whether the values may have other shapes in every step
+    items: tuple[int, ...] = ()  # the items of the part that produces; each of its ranks sends all of its output
     item_code: ItemCode | None = None
-    num_slices: int = 1  # of the item, if a sequence group produces: rows above are slices then
+    num_slices: int = 1  # the slices of the item, if a sequence group produces; rows then count slices
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,22 +75,22 @@ class RankSlot:
     call: str
     name: str
     code: OpCode
-    first_layer: int  # of the op, in its call
+    first_layer: int  # the number of the op's first layer in its call
     begins_call: bool
     begin: int
     end: int
     num_rows: int
     ranks: tuple[int, ...]
-    group: tuple[int, ...]  # its tensor-parallel group, this rank in it
+    group: tuple[int, ...]  # this rank's tensor-parallel group; itself alone at degree 1
     inputs: tuple[LinkEnd, ...]
     outputs: tuple[LinkEnd, ...]
     chunks: tuple[tuple[int, int], ...]
     is_split: bool  # whether its backward is split into input and weight gradients
-    recomputed: int  # how many of its first layers
-    offloaded: int  # how many of the layers after those
+    recomputed: int  # how many of its first layers are recomputed
+    offloaded: int  # how many of the layers after those are offloaded
     lane: int = 0
-    weight_lane: int = 0  # of its weight gradients: its own unless the plan has another
-    items: tuple[int, ...] = ()  # of a part
+    weight_lane: int = 0  # the lane of its weight gradients: its own, unless the plan gives another
+    items: tuple[int, ...] = ()  # the items of a part
     sequence_group: tuple[int, ...] = ()  # ranks that share its item, in the order of slices; empty if it is not shared
 
     @property
@@ -99,14 +104,14 @@ class RankSlot:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankProgram:
-    """All that one rank does. Lanes hold instruction numbers in order.
+    """Everything that one rank does.
 
-    `launches` has its communication in the launch order common to all ranks, together with the instructions of the
-    compute lane that launch collectives inside.
+    Lanes hold instruction numbers in order. `launches` has the rank's communication in the launch order common to all
+    ranks, together with those instructions of the compute lane that launch collectives themselves.
     """
 
-    links: dict[int, LinkEnd]  # those of its slots
-    slots: dict[int, RankSlot]
+    links: dict[int, LinkEnd]  # by number
+    slots: dict[int, RankSlot]  # by number
     compute: tuple[int, ...]
     transfer: tuple[int, ...]
     sync: tuple[int, ...]
@@ -119,7 +124,7 @@ class RankProgram:
 
     @property
     def uses(self) -> list[tuple[str, Callable[..., Any], int, int]]:
-        """The code that reads batches, but for parts: task, function and rows."""
+        """The code that reads batches, with its task, function and rows; without parts."""
         uses = []
         for slot in self.slots.values():
             if slot.items:
@@ -144,8 +149,8 @@ class RankProgram:
         return {task: tuple(sorted(numbers)) for task, numbers in items.items()}
 
     def launches_before(self, instructions: Sequence[Instruction]) -> dict[int, int]:
-        """For each instruction of the compute lane, how many operations of the common launch order precede it: up to
-        the exchanges that it waits for, and up to its own place where it has collectives inside."""
+        """For each instruction of the compute lane: how many operations of the common launch order precede it. That is
+        up to the exchanges that it waits for, and up to its own place if it launches collectives itself."""
         place = {position: number for number, position in enumerate(self.launches)}
         exchanges = {
             (instruction.link, instruction.backward): place[position]
@@ -180,10 +185,15 @@ class RankProgram:
 def rank_program_of(
     program: Program, graph: MetaGraph, code: Sequence[OpCode], rank: int, *, in_order: bool = False
 ) -> RankProgram:
-    """The part of a program that a rank runs; `code` is by op. With `in_order`, it has the common launch order."""
-    rows = [_rows_of(shape) for shape in program.slots]
+    """The part of a program that a rank runs. `code` is by op. With `in_order`, it has the common launch order."""
+    placements: dict[tuple[int, ...], Rows] = {}  # most slots have the same rows on the same ranks as others
+    for shape in program.slots:
+        if placement_key(shape) not in placements:
+            placements[placement_key(shape)] = _rows_of(shape)
+    rows = [placements[placement_key(shape)] for shape in program.slots]
+    known: dict[tuple[object, ...], _Ends] = {}
     links = {
-        number: _link_end(program, graph, code, rank, number, rows[link.producer], rows[link.consumer])
+        number: _link_end(program, graph, code, rank, number, rows[link.producer], rows[link.consumer], known)
         for number, link in enumerate(program.links)
         if rank in rows[link.producer] or rank in rows[link.consumer]
     }
@@ -192,11 +202,11 @@ def rank_program_of(
     slots = _slots(program, graph, code, rank, links, rows)
     launches: tuple[int, ...] = ()
     if in_order:
-        # Compute instructions with collectives inside take part in the common order: a tensor-parallel all-reduce that
-        # one rank launches before a transfer and its peer after it can deadlock under NCCL.
+        # Compute instructions that launch collectives take part in the common order: a tensor-parallel all-reduce that
+        # one rank launches before a transfer, and its peer after it, can deadlock under NCCL.
         place = launch_order(program)
-        # The host launches compute in that order, too: with several lanes, that of the plan may be another one that
-        # their orders allow.
+        # The host launches compute in that order, too. With several lanes, the plan's order may be a different one that
+        # also respects the order of each lane.
         compute = tuple(sorted(compute, key=lambda number: int(place[number])))
         within = [number for number in compute if launches_collectives(program, program.instructions[number])]
         launches = tuple(sorted((*transfer, *sync, *within), key=lambda number: int(place[number])))
@@ -206,54 +216,58 @@ def rank_program_of(
 Rows = dict[int, tuple[int, int]]  # by rank
 
 
+@dataclass(frozen=True, slots=True)
+class _Ends:
+    """Messages and rows of a link end: the same for all links between equal placements."""
+
+    sends: tuple[tuple[Flow, ...], tuple[Flow, ...]]
+    receives: tuple[tuple[Flow, ...], tuple[Flow, ...]]
+    local: tuple[int, int] | None
+    is_whole: bool
+
+
 def _link_end(
-    program: Program, graph: MetaGraph, code: Sequence[OpCode], rank: int, number: int, made: Rows, used: Rows
+    program: Program,
+    graph: MetaGraph,
+    code: Sequence[OpCode],
+    rank: int,
+    number: int,
+    produced: Rows,
+    consumed: Rows,
+    known: dict[tuple[object, ...], _Ends],
 ) -> LinkEnd:
     link = program.links[number]
     producer = program.slots[link.producer]
     layers = code[producer.op]
     assert isinstance(layers, LayersCode)
     last = program.plan.slots[link.producer].last
-    directions = ((link.forward, False), (link.backward, True))
     op, num_slices = graph.metaops[producer.op], producer.sequence_degree
     axes = layers.layers[last - 1].axes
-    if op.items:
-        # Parts and what they feed count rows of different things: each rank of a part sends all it has, one slice. What
-        # is behind the part takes all slices, and a layer of the same part goes on with the same one.
-        is_inside = bool(graph.metaops[program.slots[link.consumer].op].items)
-        if num_slices > 1:
-            if layers.items is None or (used.keys() != made.keys() if is_inside else len(used) > 1):
-                raise ProgramError(
-                    f"{op.name} is shared by the sequence group {sorted(made)} and feeds ranks {sorted(used)}, "
-                    "expected the same ranks inside its part, and one rank behind it"
-                )
-            if not is_inside:
-                axes = tuple(None if rows is None else rows.axis for rows in layers.items.rows)
-        used = {rank: made.get(rank, (0, 1)) if is_inside else (0, num_slices) for rank in used}
-        directions = (
-            (_flows_of_slices(link.forward, link.forward.source, made), False),
-            (_flows_of_slices(link.backward, link.backward.destination, made), True),
-        )
-    had, wanted = made.get(rank), used.get(rank)
-    local = None
-    # Rows that a rank both produces and consumes are handed over in memory. A rank without rows (more devices than
-    # rows) has no part in the link.
-    if had and wanted and max(had[0], wanted[0]) < min(had[1], wanted[1]):
-        local = (max(had[0], wanted[0]), min(had[1], wanted[1]))
-    forward_sends, backward_sends = (_flows(flows, back, used, rank, sends=True) for flows, back in directions)
-    forward_takes, backward_takes = (_flows(flows, back, used, rank, sends=False) for flows, back in directions)
+    is_inside = bool(graph.metaops[program.slots[link.consumer].op].items)  # of a part
+    if op.items and num_slices > 1:
+        if layers.items is None or (consumed.keys() != produced.keys() if is_inside else len(consumed) > 1):
+            raise ProgramError(
+                f"{op.name} is shared by the sequence group {sorted(produced)} and feeds ranks {sorted(consumed)}, "
+                "expected the same ranks inside its part, and one rank behind it"
+            )
+        if not is_inside:
+            axes = tuple(None if rows is None else rows.axis for rows in layers.items.rows)
+    key = (id(link.forward), id(link.backward), id(produced), id(consumed), bool(op.items), is_inside, num_slices)
+    if key not in known:
+        known[key] = _ends(link, rank, produced, consumed, num_slices if op.items else None, is_inside)
+    ends = known[key]
     return LinkEnd(
         number=number,
         producer=link.producer,
         consumer=link.consumer,
-        source=op.whole_call,
+        source=graph.source_name(producer.op, program.slots[link.consumer].op),
         task=op.task,
         cut=(producer.op, last),
         axes=axes,
-        sends=(forward_sends, backward_sends),
-        receives=(forward_takes, backward_takes),
-        local=local,
-        is_whole=had == wanted == local and not any((*forward_sends, *forward_takes, *backward_sends, *backward_takes)),
+        sends=ends.sends,
+        receives=ends.receives,
+        local=ends.local,
+        is_whole=ends.is_whole,
         has_new_shapes=layers.reads_values,
         items=op.items,
         item_code=layers.items,
@@ -261,21 +275,51 @@ def _link_end(
     )
 
 
+def _ends(link: Link, rank: int, produced: Rows, consumed: Rows, num_slices: int | None, is_inside: bool) -> _Ends:
+    """`num_slices` are those of an item that a part has; `is_inside` says that its consumer is of the part, too."""
+    directions = ((link.forward, False), (link.backward, True))
+    if num_slices is not None:
+        # Parts and the slots that they feed count rows of different things. Each rank of a part sends all it has, one
+        # slice. A slot after the part receives all slices; a layer of the same part continues with the same slice.
+        consumed = {rank: produced.get(rank, (0, 1)) if is_inside else (0, num_slices) for rank in consumed}
+        directions = (
+            (_flows_of_slices(link.forward, link.forward.source, produced), False),
+            (_flows_of_slices(link.backward, link.backward.destination, produced), True),
+        )
+    had, wanted = produced.get(rank), consumed.get(rank)
+    local = None
+    # Rows that a rank both produces and consumes are handed over in memory. A rank without rows (if there are more
+    # devices than rows) has no part in the link.
+    if had and wanted and max(had[0], wanted[0]) < min(had[1], wanted[1]):
+        local = (max(had[0], wanted[0]), min(had[1], wanted[1]))
+    forward_sends, backward_sends = (_flows(flows, back, consumed, rank, sends=True) for flows, back in directions)
+    forward_takes, backward_takes = (_flows(flows, back, consumed, rank, sends=False) for flows, back in directions)
+    return _Ends(
+        sends=(forward_sends, backward_sends),
+        receives=(forward_takes, backward_takes),
+        local=local,
+        is_whole=had == wanted == local and not any((*forward_sends, *forward_takes, *backward_sends, *backward_takes)),
+    )
+
+
 def _flows_of_slices(flows: Flows, ranks: Column, slices: Rows) -> Flows:
-    """The same messages, each of the slice that one of `ranks` makes: all that a part has where it is not shared."""
+    """The same messages, each carrying the slice that one of `ranks` produces; all of a part's output if it is not
+    shared."""
     first = np.array([slices[rank][0] for rank in ranks.tolist()], dtype=np.int64)
     return replace(flows, first=first, last=first + 1)
 
 
-def _flows(flows: Flows, backward: bool, used: Rows, rank: int, sends: bool) -> tuple[Flow, ...]:
-    """The flows of a link in one direction that a rank sends, or receives."""
-    own_flows = []
-    columns = (flows.source, flows.destination, flows.first, flows.last)
-    for source, to, first, last in zip(*(column.tolist() for column in columns), strict=True):
-        mine, peer = (source, to) if sends else (to, source)
-        if mine == rank:
-            own_flows.append(Flow(peer, first, last, first == used[source if backward else to][0]))
-    return tuple(own_flows)
+def _flows(flows: Flows, backward: bool, consumed: Rows, rank: int, sends: bool) -> tuple[Flow, ...]:
+    """The flows of a link in one direction that a rank sends or receives."""
+    own, peers = (flows.source, flows.destination) if sends else (flows.destination, flows.source)
+    consumers = flows.source if backward else flows.destination
+    return tuple(
+        Flow(peer, first, last, first == consumed[consumer][0])
+        for holder, peer, consumer, first, last in zip(
+            *(column.tolist() for column in (own, peers, consumers, flows.first, flows.last)), strict=True
+        )
+        if holder == rank
+    )
 
 
 def _slots(
@@ -320,7 +364,7 @@ def _slots(
             end=rows[1],
             num_rows=shape.num_rows,
             ranks=tuple(shape.ranks.tolist()),
-            group=next(group for group in tensor_groups(shape) if rank in group),
+            group=_tensor_group(shape, rank),
             inputs=tuple(inputs.get(number, ())),
             outputs=tuple(outputs.get(number, ())),
             chunks=tuple(chunks[number]),
@@ -336,7 +380,7 @@ def _slots(
 
 
 def _rows_of(shape: SlotShape) -> Rows:
-    """The rows of a slot by rank; members of a tensor-parallel group have the same."""
+    """The rows of a slot by rank. Members of a tensor-parallel group have the same rows."""
     bounds: list[int] = shape.bounds.tolist()
     return {
         rank: (bounds[place], bounds[place + 1]) for place, group in enumerate(tensor_groups(shape)) for rank in group
@@ -344,13 +388,20 @@ def _rows_of(shape: SlotShape) -> Rows:
 
 
 def tensor_groups(shape: SlotShape) -> list[tuple[int, ...]]:
-    """The tensor-parallel groups of a slot, in the order of its rows; single ranks at degree one."""
+    """The tensor-parallel groups of a slot, in the order of its rows. Single ranks at degree one."""
     ranks, degree = shape.ranks.tolist(), shape.tensor_degree
     return [tuple(ranks[start : start + degree]) for start in range(0, len(ranks), degree)]
 
 
+def _tensor_group(shape: SlotShape, rank: int) -> tuple[int, ...]:
+    """The tensor-parallel group of a rank in a slot."""
+    ranks: list[int] = shape.ranks.tolist()
+    first = ranks.index(rank) // shape.tensor_degree * shape.tensor_degree
+    return tuple(ranks[first : first + shape.tensor_degree])
+
+
 def sequence_groups(shape: SlotShape) -> list[tuple[int, ...]]:
-    """The sequence groups of a slot, in the order of its rows; none at degree one."""
+    """The sequence groups of a slot, in the order of its rows. Empty at degree one."""
     ranks, size = shape.ranks.tolist(), shape.group_size
     if shape.sequence_degree == 1:
         return []
@@ -371,7 +422,8 @@ def _sequence_group(shape: SlotShape, rank: int, code: OpCode, name: str) -> tup
 
 
 def held_parameters(program: Program, graph: MetaGraph, rank: int) -> frozenset[int]:
-    """Positions of the parameters that a rank holds: those that its slots use, or that it keeps from step to step."""
+    """Positions of the parameters that a rank holds: those that its slots use, and those that it keeps from step to
+    step."""
     held = {number for number, ranks in program.owning_ranks if rank in ranks}
     for shape, slot in zip(program.slots, program.plan.slots, strict=True):
         if rank in shape.ranks.tolist():

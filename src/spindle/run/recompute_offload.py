@@ -19,7 +19,7 @@ Run = Callable[..., Any]
 
 
 def checkpointed(layer: LayerCode, run: Run, args: Any) -> Any:
-    """Run a layer without saving activations; backward recomputes them."""
+    """Run a layer without saving activations. Backward recomputes them."""
     before = copy_buffers(layer)
     return checkpoint(
         run,
@@ -31,14 +31,14 @@ def checkpointed(layer: LayerCode, run: Run, args: Any) -> Any:
 
 
 def copy_buffers(layer: LayerCode) -> list[torch.Tensor]:
-    """Copies of a layer's buffers."""
+    """Copies of the buffers that a layer may change."""
     return [buffer.clone() for buffer in layer.buffers()]
 
 
 @contextmanager
 def with_buffers(layer: LayerCode, before: list[torch.Tensor]) -> Iterator[None]:
-    """Give a layer the buffers that it first ran with, and restore the present ones afterwards, so that running
-    statistics are updated once."""
+    """A context in which a layer has the buffers of its first run. The current ones are restored afterwards, so that
+    running statistics are updated only once."""
     after = copy_buffers(layer)
     _fill(layer.buffers(), before)
     try:
@@ -49,12 +49,12 @@ def with_buffers(layer: LayerCode, before: list[torch.Tensor]) -> Iterator[None]
 
 def _fill(buffers: list[torch.Tensor], values: list[torch.Tensor]) -> None:
     for buffer, value in zip(buffers, values, strict=True):
-        buffer.data.copy_(value)  # without a version bump: autograd may have saved running statistics
+        buffer.data.copy_(value)  # without a version bump, because autograd may have saved running statistics
 
 
 @dataclass(slots=True, eq=False)
 class Offloaded:
-    """A saved tensor: on the device, on the host, or while it is copied on both."""
+    """A saved tensor: on the device, on the host, or on both while it is copied."""
 
     on_device: torch.Tensor | None
     on_host: torch.Tensor | None
@@ -63,32 +63,34 @@ class Offloaded:
 class HostOffload:
     """Saved tensors of offloaded layers, which are on the host between forward and backward.
 
-    Beside a GPU, copies run on two streams of their own, one for each direction; `program/copies.py` says beside which
-    passes. Two rules make that safe without `record_stream`. Memory on the device is allocated by the compute stream,
-    and a copy begins behind an event that this stream records after the allocation. It is given up only after the
-    compute stream waits for the copy, so whoever the allocator gives it to next runs behind the copy. Pinned memory of
-    the host is guarded by torch's allocator, which records an event on the stream of each copy. As everywhere in
-    autograd, what a layer saves must not be written to afterwards. On a CPU the same tensors are copied at the same
-    places, at once.
+    On a GPU, copies run on two streams of their own, one per direction; `program/copies.py` determines during which
+    passes. Two rules make that safe without `record_stream`. First, the compute stream allocates memory on the device,
+    and a copy starts after an event that this stream records after the allocation. Second, the memory is released only
+    after the compute stream waits for the copy, so whoever gets it next from the allocator runs after the copy. Pinned
+    host memory is guarded by torch's allocator, which records an event on the stream of each copy. As always with
+    autograd, what a layer saves must not be written to afterwards.
+
+    On a CPU, the same tensors are copied at the same places, synchronously.
     """
 
     def __init__(self, device: torch.device, copies: Sequence[OffloadCopies]) -> None:
-        self.num_bytes = 0  # offloaded so far
+        self.num_bytes = 0  # bytes offloaded so far
         self._device = device
         self._slots = frozenset(entry.slot for entry in copies)
-        # By place of the compute order: slots whose memory is released, that are fetched, and that run backward.
+        # By position in the compute order: slots whose memory is released, slots that are fetched, and slots that run
+        # backward.
         self._released = sorted((entry.released, entry.slot) for entry in copies)
         self._fetched = sorted((entry.fetched, entry.slot) for entry in copies)
         self._returned = sorted((entry.backward, entry.slot) for entry in copies)
         self._streams: tuple[torch.cuda.Stream, torch.cuda.Stream] | None = None
         if copies and device.type == "cuda":
             self._streams = _copy_streams()
-        self._tensors: dict[int, dict[object, Offloaded]] = {}  # by slot, each once
-        self._events: dict[int, torch.cuda.Event] = {}  # by slot: behind its last copy
+        self._tensors: dict[int, dict[object, Offloaded]] = {}  # by slot: its saved tensors, each once
+        self._events: dict[int, torch.cuda.Event] = {}  # by slot: an event after its last copy
         self._num_released = self._num_fetched = self._num_returned = 0
 
     def begin(self) -> None:
-        """Begin a step. Nothing is left of the one before unless it failed."""
+        """Start a step. Nothing is left of the previous step, unless that failed."""
         for stream in self._streams or () if self._tensors else ():
             torch.cuda.current_stream().wait_stream(stream)
         self._tensors.clear()
@@ -103,7 +105,8 @@ class HostOffload:
         return len(self._tensors)
 
     def before(self, place: int) -> None:
-        """Release, fetch and wait for tensors before the instruction at this place of the compute order is launched."""
+        """Release, fetch and wait for tensors, before the instruction at this position of the compute order is
+        launched."""
         while self._num_released < len(self._released) and self._released[self._num_released][0] <= place:
             self._release(self._released[self._num_released][1])
             self._num_released += 1
@@ -117,18 +120,20 @@ class HostOffload:
 
     @contextmanager
     def saved_tensors(self, slot: int, layer: LayerCode) -> Iterator[None]:
-        """Offload the tensors that a layer saves for backward, except its weights, which stay on the device anyway."""
+        """A context that offloads the tensors that a layer saves for backward, except its weights, which stay on the
+        device anyway."""
         weights = {parameter.untyped_storage().data_ptr() for parameter in layer.parameters}
         saved = self._tensors.setdefault(slot, {})
 
         def pack(tensor: torch.Tensor) -> Any:
             if tensor.untyped_storage().data_ptr() in weights or tensor.device.type != self._device.type:
                 return tensor
-            # Several ops may save the same tensor. No other has its address while a slot runs forward: all are held.
+            # Several ops may save the same tensor. No other tensor has its address while a slot runs forward, because
+            # all are kept.
             kind = (tensor.dtype, tensor.shape, tensor.stride(), tensor.is_conj(), tensor.is_neg())
             key = (tensor.data_ptr(), tensor._version, kind)
             if key not in saved:
-                # Detached: autograd would never free a tensor that its own graph owns.
+                # detached, because autograd would never free a tensor that its own graph owns
                 saved[key] = Offloaded(tensor.detach(), None)
                 self._copy_to_host(saved[key])
             return saved[key]
@@ -152,13 +157,13 @@ class HostOffload:
             saved.on_host.copy_(saved.on_device, non_blocking=True)
 
     def _release(self, slot: int) -> None:
-        """Give up the memory on the device of what has been copied to the host."""
+        """Release the device memory of tensors that were copied to the host."""
         self._wait_for_copies(slot)
         for saved in self._tensors.get(slot, {}).values():
             saved.on_device = None
 
     def _fetch(self, slot: int) -> None:
-        """Begin to copy back."""
+        """Start to copy tensors back."""
         tensors = self._tensors.get(slot, {}).values()
         for saved in tensors:
             assert saved.on_host is not None
@@ -174,7 +179,8 @@ class HostOffload:
 
     @contextmanager
     def _on_stream(self, direction: int) -> Iterator[None]:
-        """Launch copies on the stream of a direction, behind what the current stream has been given so far."""
+        """A context in which copies run on the stream of a direction, after everything launched on the current stream
+        so far."""
         if self._streams is None:
             yield
             return
@@ -191,5 +197,6 @@ class HostOffload:
 
 @cache
 def _copy_streams() -> tuple[torch.cuda.Stream, torch.cuda.Stream]:
-    """To the host and back. Executors share them, as each plan of a pipeline has an executor of its own."""
+    """The streams for copies to the host and back. All executors share them, because each plan of a pipeline has an
+    executor of its own."""
     return torch.cuda.Stream(), torch.cuda.Stream()  # type: ignore[no-untyped-call]

@@ -22,19 +22,23 @@ from spindle.run.composed_graph import ComposedGraph
 
 
 class Region:
-    """Passes by instruction number, in the order in which the host launches them. `needs` has, for each, those of the
-    region that it follows on its lane or waits for; `awaited` are those that something outside waits for."""
+    """Passes by instruction number, in the order in which the host launches them.
+
+    `needs` has, for each pass, those passes of the region that it follows on its lane or waits for. `awaited` are
+    passes that something outside the region waits for.
+    """
 
     def __init__(self, needs: Mapping[int, frozenset[int]], awaited: Collection[int] = ()) -> None:
         self.needs, self._awaited = needs, tuple(awaited)
-        self.events: dict[int, torch.cuda.Event] = {}  # behind passes that are awaited, anew in each replay
+        # Events after passes that are awaited, recorded anew in each replay.
+        self.events: dict[int, torch.cuda.Event] = {}
         self._graphs: dict[int, torch.cuda.CUDAGraph] = {}
         self._composed: ComposedGraph | None = None
-        self.failure: str | None = None  # why its graphs are launched one by one
+        self.failure: str | None = None  # why its graphs are launched one by one, if they are
 
     @classmethod
     def of_one(cls, position: int) -> Region:
-        """An instruction that is launched by itself."""
+        """A region of a single instruction."""
         return cls({position: frozenset()})
 
     @property
@@ -42,7 +46,7 @@ class Region:
         return tuple(self.needs)
 
     def add_graph(self, position: int, graph: torch.cuda.CUDAGraph) -> None:
-        """Add the graph of a pass, captured with `keep_graph`. Passes that have nothing to run have none."""
+        """Add the graph of a pass, captured with `keep_graph`. A pass that has nothing to run has no graph."""
         self._graphs[position] = graph
 
     def replay(self) -> None:
@@ -50,7 +54,7 @@ class Region:
         if self._composed is None and self.failure is None:
             try:
                 self._composed = self._compose()
-            except RuntimeError as error:  # of the driver
+            except RuntimeError as error:  # an error of the driver
                 self.failure = str(error)
         if self._composed is not None:
             self._composed.replay()
@@ -62,18 +66,18 @@ class Region:
 
     def _compose(self) -> ComposedGraph:
         composed = ComposedGraph()
-        behind: dict[int, frozenset[int]] = {}  # by pass: the graphs that are done when it is
+        graphs_before: dict[int, frozenset[int]] = {}  # by pass: the graphs after which it is done
         for position, needs in self.needs.items():
-            graphs = frozenset[int]().union(*(behind[needed] for needed in needs))
-            behind[position] = graphs
+            graphs = frozenset[int]().union(*(graphs_before[needed] for needed in needs))
+            graphs_before[position] = graphs
             if position in self._graphs:
                 composed.add(position, self._graphs[position], graphs)
-                behind[position] = frozenset([position])
+                graphs_before[position] = frozenset([position])
         for position in self._awaited if torch.cuda.is_available() else ():
             self.events[position] = torch.cuda.Event()  # type: ignore[no-untyped-call]
-            self.events[position].record()  # which makes it
+            self.events[position].record()  # torch creates a CUDA event when it is first recorded
         for position, event in self.events.items():
-            composed.record_event(event.cuda_event, behind[position])
+            composed.record_event(event.cuda_event, graphs_before[position])
         composed.instantiate()
         return composed
 
@@ -84,12 +88,13 @@ def region_positions(
     can_begin: Callable[[int], bool],
     can_follow: Callable[[int], bool],
 ) -> list[tuple[int, ...]]:
-    """Passes in the order of the host, cut into regions; of those that cannot be in one, each is alone.
+    """Cut passes, in host order, into regions. A pass that cannot be in a region is alone.
 
-    `needs` has what each pass waits for: passes, the one before it on its lane among them, and messages.
+    `needs` has what each pass waits for: other passes, including the one before it on its lane, and messages.
     """
-    # Ancestors as sets of bits, by pass: all that it waits for, directly or not. A pass joins a region if it waits for
-    # all that the region waits for, and if all passes of the region wait for what it brings along.
+    # The ancestors of each pass, as sets of bits: everything that it waits for, directly or not. A pass joins a region
+    # if it waits for everything that the region waits for, and if all passes of the region wait for what it brings
+    # along.
     ancestors: dict[int, int] = {}
     direct = {position: _bits(needs.get(position, ())) for position in positions}
     for position in positions:

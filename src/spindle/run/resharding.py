@@ -16,12 +16,12 @@ import torch
 from spindle.program import Box, Sharding, Slice, Transfer, transfer
 from spindle.run.world import Message, World
 
-_ROUND_ELEMENTS = 1 << 24  # that a rank sends, or receives, at a time
+_ROUND_ELEMENTS = 1 << 24  # elements that a rank sends or receives at a time
 
 
 @dataclass(frozen=True, slots=True)
 class TensorSpec:
-    """What a rank needs to know to receive a tensor."""
+    """What a rank must know of a tensor to receive it."""
 
     dtype: torch.dtype
     device: torch.device
@@ -34,13 +34,13 @@ def reshard(
     tensors: Mapping[str, torch.Tensor],
     specs: Mapping[str, TensorSpec],
 ) -> Iterator[tuple[str, torch.Tensor | None]]:
-    """Yield what this rank holds of every tensor of `new`; None where it holds nothing.
+    """Yield what this rank holds of every tensor under `new`; None for tensors of which it holds nothing.
 
-    `tensors` are its own under `old`. Every rank of the world calls this with the same maps and specs. A tensor is
-    yielded once all transfers of it are over, so that the caller may free its old one; it is the old one itself where
-    the slice stays the same. `old` may lack a tensor that no rank receives.
+    `tensors` are its own under `old`. Every rank calls this with the same maps and specs. A tensor is yielded once all
+    its transfers are done, so that the caller may free the old one; if the slice stays the same, the old tensor itself
+    is yielded. `old` need not have a tensor that no rank receives.
     """
-    # Every rank computes the same transfers from the same maps; nothing is negotiated.
+    # Every rank computes the same transfers from the same maps, so nothing is negotiated.
     rounds = list(_rounds(transfer(old, new)))
     last_round = {sent.parameter: number for number, some in enumerate(rounds) for sent in some}
     unsent = [name for name in new if name not in last_round]
@@ -52,11 +52,10 @@ def reshard(
     def result(name: str) -> torch.Tensor | None:
         if name not in results:
             before, after = old.get(name, {}).get(world.rank), new[name].get(world.rank)
-            results[name] = _with_own(before, after, tensors.get(name), specs[name])
+            results[name] = _with_own_elements(before, after, tensors.get(name), specs[name])
         return results[name]
 
-    # First the tensors that stay in place: a caller that frees old tensors on the way then has memory for those that
-    # arrive.
+    # First the tensors that stay in place, so that a caller that frees old tensors has memory for those that arrive.
     for name in unsent:
         yield name, result(name)
         del results[name]
@@ -73,7 +72,7 @@ def reshard(
 
 def send_tensors(world: World, tensors: Sequence[torch.Tensor], sources: Sequence[int], ranks: Sequence[int]) -> None:
     """Overwrite tensors on `ranks` with those of their `sources`. All ranks call this with tensors of the same shapes,
-    dtypes and kinds of devices, and the same sources."""
+    dtypes and kinds of devices, and with the same sources."""
     own = {str(number): tensor.detach() for number, tensor in enumerate(tensors)}
     wholes = {name: Slice.whole(tensor.shape) for name, tensor in own.items()}
     old = {str(number): {source: wholes[str(number)]} for number, source in enumerate(sources)}
@@ -85,12 +84,13 @@ def send_tensors(world: World, tensors: Sequence[torch.Tensor], sources: Sequenc
 
 
 def _rounds(transfers: Sequence[Transfer]) -> Iterator[list[Transfer]]:
-    """Transfers in order, in rounds in which no rank sends or receives many elements, unless it is in one box."""
+    """Transfers in order, in rounds in which no rank sends or receives many elements, unless they belong to a single
+    box."""
     some: list[Transfer] = []
     num_elements: Counter[tuple[str, int]] = Counter()
     for sent in transfers:
         ends = [("out", sent.source), ("in", sent.destination)]
-        # All ranks see all transfers, so all of them start a new round at the same transfer.
+        # all ranks see all transfers, so all of them start a new round at the same transfer
         if some and any(num_elements[end] + sent.box.num_elements > _ROUND_ELEMENTS for end in ends):
             yield some
             some = []
@@ -119,7 +119,7 @@ def _exchange(
     for (source, destination, spec), some in messages.items():
         if source == world.rank:
             parts = [box_view(tensors[sent.parameter], old[sent.parameter][source], sent.box) for sent in some]
-            # Weights that no plan used lie on the host (`Weights.take_over`), and are sent from the device.
+            # weights that no plan used are on the host (`Weights.take_over`), but are sent from the device
             flat = torch.cat([part.to(spec.device).reshape(-1) for part in parts])
             sends.append(Message(flat, destination))
         else:
@@ -132,10 +132,10 @@ def _exchange(
     return arrived
 
 
-def _with_own(
+def _with_own_elements(
     before: Slice | None, after: Slice | None, tensor: torch.Tensor | None, spec: TensorSpec
 ) -> torch.Tensor | None:
-    """A tensor for a rank's new slice that has what the rank held of it; the rest is to arrive."""
+    """A tensor for a rank's new slice that contains what the rank already had of it. The rest is received later."""
     if after is None:
         return None
     if before == after and tensor is not None:
@@ -150,8 +150,8 @@ def _with_own(
 
 
 def box_view(tensor: torch.Tensor, part: Slice, box: Box) -> torch.Tensor:
-    """The elements of a box in the tensor that holds a slice; the box lies inside one of the slice's boxes. A view,
-    unless the tensor is not contiguous and holds a range."""
+    """The elements of a box within the tensor that holds a slice; the box must lie inside one of the slice's boxes. A
+    view, unless the tensor is not contiguous and holds a range."""
     if part.num_elements == part.box.num_elements:
         return _narrow(tensor, part.box, box)
     for begin, held in part.boxes():

@@ -11,7 +11,7 @@ SEQUENCE = "sequence"  # the purpose of its process groups
 
 
 class SequenceParallelGroup:
-    """The members of a sequence group, in the order of their slices; their process group must exist."""
+    """The members of a sequence group, in the order of their slices. Their process group must exist."""
 
     def __init__(self, world: World, ranks: tuple[int, ...]) -> None:
         self.size, self.group_rank = len(ranks), ranks.index(world.rank)

@@ -19,19 +19,19 @@ from spindle.models import FakeWeights, ModuleSnapshot, as_when_compiling, fake_
 from spindle.run.op_code import LayerCode, LayersCode, OpCode
 from spindle.run.pytrees import PytreeMeta, TensorMeta, copied, pytree_meta
 
-Cuts = dict[tuple[int, int], PytreeMeta]  # by op and how many of its layers come before
+Cuts = dict[tuple[int, int], PytreeMeta]  # by op, and the number of its layers that come before the cut
 
 
 class ShapeInference:
-    """Infers shapes for all programs of a training. Made while modules have all their weights, whose shapes it
-    keeps."""
+    """Infers shapes for all programs of a training run. Must be created while modules have all their weights, whose
+    shapes it remembers."""
 
     def __init__(self, modules: Sequence[nn.Module], device: torch.device, autocast: torch.dtype | None = None) -> None:
         self._modules, self._device, self._autocast = modules, device, autocast
         self._mode = fake_mode()
         self._swapped = [FakeWeights(module, self._mode, device) for module in modules]
         self._entered: ExitStack | None = None
-        # With the functions whose ids are in the key, so that no other object gets these ids.
+        # The values also keep the functions whose ids are in the key, so that no other object gets these ids.
         self._known: dict[Any, tuple[Any, PytreeMeta | None]] = {}
 
     def of(
@@ -41,11 +41,14 @@ class ShapeInference:
         batches: Mapping[str, Any],
         known: Mapping[tuple[str, str], PytreeMeta] | None = None,
     ) -> Cuts:
-        """The metadata of all layers' outputs, for batches of which only the shapes matter. Outputs whose shapes depend
-        on values are left out, on all ranks alike, and so are calls whose outputs are `known`, by task and call."""
+        """The metadata of all layers' outputs, for batches of which only the shapes are used.
+
+        Outputs whose shapes depend on values are left out, the same on all ranks. So are calls whose outputs are
+        `known`, by task and call.
+        """
         cuts: Cuts = {}
         known = known or {}
-        given_by: dict[tuple[str, str | None], PytreeMeta | None] = {}  # by task and call, so far
+        given_by: dict[tuple[str, str | None], PytreeMeta | None] = {}  # by task and call
         given_by.update((call, meta) for call, meta in known.items())
         batch_metas = {task: pytree_meta(batch, 0) for task, batch in batches.items()}
         with ExitStack() as without_values:
@@ -75,7 +78,7 @@ class ShapeInference:
         num_rows: int,
         without_values: ExitStack,
     ) -> PytreeMeta | None:
-        """The metadata of a layer's output; None where it cannot be inferred."""
+        """The metadata of a layer's output. None if it cannot be inferred."""
         known = [meta for meta in given if meta is not None]
         if len(known) < len(given):
             return None
@@ -105,7 +108,7 @@ class ShapeInference:
         try:
             args, kwargs = (first, {}) if glue is None else glue(first, *(output[0] for output in outputs))
             return pytree_meta(layer.run(*(copied(args) if layer.writes_input else args), **kwargs), num_rows)
-        except Exception:  # user code that reads values
+        except Exception:  # the user's code reads values
             return None
 
     def _fake_tree(self, meta: PytreeMeta) -> Any:

@@ -19,11 +19,11 @@ from spindle.run.world import World, wait
 
 
 class Flat:
-    """The flat tensor of a bucket's parameters of one dtype, once they are attached."""
+    """The flat tensor of a bucket's parameters of one dtype, after they were attached."""
 
     def __init__(self, numbers: Sequence[int], parameters: Sequence[nn.Parameter], ranks: tuple[int, ...], rank: int):
         self.numbers, self.parameters, self.ranks, self.place = numbers, parameters, ranks, ranks.index(rank)
-        self.owned: list[nn.Parameter | None] = []  # of each parameter, the part that this rank updates
+        self.owned: list[nn.Parameter | None] = []  # of each parameter: the part that this rank updates
         self._memory: torch.Tensor | None = None
 
     @property
@@ -38,17 +38,17 @@ class Flat:
         if self._memory is None:
             part_size, pieces = flat_pieces(sizes, len(self.ranks))
             self._memory = torch.zeros(part_size * len(self.ranks), dtype=first.dtype, device=first.device)
-            mine = self._memory[self.place * part_size :]
+            own_part = self._memory[self.place * part_size :]
             for parameter, own_pieces in zip(self.parameters, pieces, strict=True):
                 owned = None
                 for piece in own_pieces:
                     if piece.part == self.place:
-                        # A view into the flat tensor: the optimizer's update is there for the all-gather at once.
+                        # a view into the flat tensor, so that the all-gather sees the optimizer's update at once
                         updated = Slice(Slice.whole(parameter.shape).box, piece.first, piece.last)
-                        owned = nn.Parameter(mine[piece.begin :][: updated.num_elements].view(updated.shape))
+                        owned = nn.Parameter(own_part[piece.begin :][: updated.num_elements].view(updated.shape))
                 self.owned.append(owned)
         for parameter, place in zip(self.parameters, torch.split(self.memory[: sum(sizes)], sizes), strict=True):
-            if parameter.data_ptr() != place.data_ptr():  # else it was attached by an earlier fit
+            if parameter.data_ptr() != place.data_ptr():  # otherwise it was attached by an earlier fit
                 place.view_as(parameter).copy_(parameter.data)
                 parameter.data = place.view_as(parameter)
 
@@ -64,28 +64,31 @@ BucketKey = tuple[tuple[int, ...], tuple[int, ...]]  # the parameters of a bucke
 
 
 class Shards:
-    """The sharded buckets of one rank; all executors of a plan share them. Programs of different steps number buckets
-    differently and may lack some, so they are known by what is in them."""
+    """The sharded buckets of one rank, shared by all executors of a plan.
+
+    Programs of different steps number buckets differently and may lack some, so buckets are identified by their
+    contents.
+    """
 
     def __init__(self, program: Program, parameters: Sequence[nn.Parameter], world: World) -> None:
         self._world = world
         self._has_lanes = uses_streams(program, world)
         dtypes = [parameter.dtype for parameter in parameters]
-        self._flats: dict[BucketKey, list[Flat]] = {}  # one for each dtype
+        self._flats: dict[BucketKey, list[Flat]] = {}  # one flat tensor per dtype
         for bucket in program.buckets:
             ranks = tuple(bucket.ranks.tolist())
             by_dtype = numbers_by_dtype(bucket, dtypes) if world.rank in ranks else []
             self._flats[_key(bucket)] = [
                 Flat(numbers, [parameters[number] for number in numbers], ranks, world.rank) for numbers in by_dtype
             ]
-        self._gathers: dict[BucketKey, list[Request]] = {}  # in flight
+        self._gathers: dict[BucketKey, list[Request]] = {}  # gathers in flight
         self._waited: dict[BucketKey, set[int]] = {}  # with lanes: the streams that have waited for them
 
     def __iter__(self) -> Iterator[Flat]:
         return (flat for flats in self._flats.values() for flat in flats)
 
     def of_bucket(self, bucket: Bucket) -> list[Flat]:
-        """The flat tensors of a bucket of any program, one for each dtype; none where other ranks hold it."""
+        """The flat tensors of a bucket of any program, one per dtype. Empty if other ranks hold it."""
         if _key(bucket) not in self._flats:
             raise ProgramError("a step has other buckets than those whose optimizer state was sharded")
         return self._flats[_key(bucket)]
@@ -101,7 +104,7 @@ class Shards:
 
     @property
     def owned(self) -> dict[int, nn.Parameter | None]:
-        """The part of each sharded parameter that this rank updates, by position; None where it updates none."""
+        """The part of each sharded parameter that this rank updates, by position. None if it updates nothing of it."""
         return {number: owned for flat in self for number, owned in zip(flat.numbers, flat.owned, strict=True)}
 
     def drop_gradients(self) -> None:
@@ -117,7 +120,7 @@ class Shards:
             self._gathers[_key(bucket)], self._waited[_key(bucket)] = requests, set()
 
     def is_gathering(self, bucket: Bucket) -> bool:
-        """Whether the gather of a bucket is still to be waited for, with several lanes by the current one."""
+        """Whether the gather of a bucket still has to be waited for; with several lanes, by the current lane."""
         key = _key(bucket)
         return key in self._gathers and not (self._has_lanes and _stream() in self._waited[key])
 
@@ -133,7 +136,7 @@ class Shards:
             self._gathers.pop(key, None)
 
     def settle(self) -> None:
-        """Wait for all gathers in flight: every parameter then has the values of the last update."""
+        """Wait for all gathers in flight. Every parameter then has the values of the last update."""
         for key in list(self._gathers):
             self._wait(key)
         self._gathers.clear()

@@ -28,7 +28,7 @@ def dumps(value: Any) -> bytes:
 
 
 def loads(message: bytes) -> Any:
-    """The value of a message from another rank of this job; refuses any other message without unpickling it."""
+    """The value in a message from another rank of this job. Refuses any other message without unpickling it."""
     digest, data = message[:_DIGEST_BYTES], message[_DIGEST_BYTES:]
     if not hmac.compare_digest(digest, _digest(data)):
         raise TrainingError(

@@ -16,7 +16,8 @@ import torch
 
 @dataclass(frozen=True, slots=True)
 class Copied:
-    """Bytes of tensors end to end, once `wait` has returned; `event` is None where the copy is made."""
+    """Bytes of tensors end to end, complete once `wait` has returned. `event` is None if the copy was made
+    synchronously."""
 
     memory: torch.Tensor
     event: torch.cuda.Event | None = None
@@ -35,12 +36,16 @@ class Staging:
         self._memory = torch.empty(0, dtype=torch.uint8)
 
     def copy(self, tensors: Sequence[torch.Tensor], urgent: Collection[int] = ()) -> Copied:
-        """Copy tensors; those at the positions `urgent` before work that is launched later on the current stream.
-        Larger elements must come first, so that none needs padding. The last copy must no longer be in use."""
+        """Copy tensors. Those at the positions `urgent` are copied before work that is launched later on the current
+        stream.
+
+        Tensors with larger elements must come first, so that none needs padding. The last copy must no longer be in
+        use.
+        """
         ends = list(accumulate(tensor.numel() * tensor.element_size() for tensor in tensors))
         num_bytes = ends[-1] if ends else 0
         if len(self._memory) < num_bytes:
-            self._memory = torch.empty(0, dtype=torch.uint8)  # before more is allocated
+            self._memory = torch.empty(0, dtype=torch.uint8)  # free the old memory before allocating more
             self._memory = torch.empty(num_bytes, dtype=torch.uint8, pin_memory=self._device.type == "cuda")
         memory = self._memory[:num_bytes]
         places = [

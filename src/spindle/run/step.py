@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from spindle.run.world import World
 
 MAX_AHEAD = 3  # instructions
-_STATE = (dict, list, set)  # types of what a step changes as it runs
+_STATE = (dict, list, set)  # types of the fields that a step changes as it runs
 
 
 @dataclass(slots=True)
@@ -32,12 +32,12 @@ class Piece:
     inputs: Any
     outputs: Any
     recompute: Callable[[], Any] | None = None
-    chunk: int = 0  # of its slot
+    chunk: int = 0  # the chunk of its slot's layers that it is in
 
 
 @dataclass(slots=True)
 class Arrival:
-    """The receive buffers of one flow, a tensor per leaf; None while their shapes are still to arrive."""
+    """The receive buffers of one flow, one tensor per leaf; None while their shapes are not known yet."""
 
     flow: Flow
     tensors: list[torch.Tensor | None] | None
@@ -46,10 +46,11 @@ class Arrival:
 
 @dataclass(frozen=True, slots=True)
 class MicroStep:
-    """One of `count` forward and backward passes of a step, whose gradients accumulate before the optimizer's step.
+    """One of the `count` forward and backward passes of a step whose gradients are accumulated before the optimizer
+    steps.
 
     `tasks` are those that took part in this micro-step or an earlier one of the step. `weights` scale the losses of
-    tasks whose batches do not all count alike, and `token_counts` are what these must count.
+    tasks whose batches have different weights, and `token_counts` are what the counts of their losses must be.
     """
 
     number: int = 0
@@ -75,24 +76,27 @@ class Step:
     batches: Mapping[str, Any]
     signatures: Mapping[str, int]
     check_losses: bool
-    held: Mapping[
-        str, tuple[tuple[int, int], ...]
-    ]  # by task: the rows of each leaf of a batch of which this rank has only some
-    new: frozenset[str]  # tasks whose batch has a shape not seen before
+    # By task: the rows of each leaf, if this rank has only some rows of the batch.
+    held: Mapping[str, tuple[tuple[int, int], ...]]
+    new: frozenset[str]  # tasks whose batch has a shape that was not seen before
     micro_step: MicroStep
-    cuts: Mapping[tuple[int, int], PytreeMeta] = field(default_factory=dict)  # of what crosses cuts, where it is known
-    lengths: Mapping[str, Lengths] = field(default_factory=dict)  # by task: rows of the items of its batch
-    held_items: Mapping[str, tuple[int, ...]] = field(default_factory=dict)  # of batches that have only some items here
+    # Shapes of what crosses cuts, if they are known.
+    cuts: Mapping[tuple[int, int], PytreeMeta] = field(default_factory=dict)
+    # By task: the number of rows of each item of its batch.
+    lengths: Mapping[str, Lengths] = field(default_factory=dict)
+    # By task: the items of the batch that are here, if not all are.
+    held_items: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
     loss_scale: torch.Tensor | None = None
     graphs: Graphs | None = None
     pieces: dict[int, list[Piece]] = field(default_factory=dict)  # by slot, in forward order
-    deferred: dict[tuple[int, int], list[WeightPart]] = field(default_factory=dict)  # by slot and chunk: weight parts
+    # By slot and chunk: parts that compute weight gradients.
+    deferred: dict[tuple[int, int], list[WeightPart]] = field(default_factory=dict)
     inputs: dict[int, list[torch.Tensor | None]] = field(default_factory=dict)  # by link: leaves that take gradients
     outputs: dict[int, Any] = field(default_factory=dict)
     losses: dict[int, torch.Tensor] = field(default_factory=dict)
-    metrics: dict[int, torch.Tensor] = field(default_factory=dict)  # by slot: total and count of each
+    metrics: dict[int, torch.Tensor] = field(default_factory=dict)  # by slot: total and count of each metric
     arrivals: dict[tuple[int, bool], list[Arrival]] = field(default_factory=dict)
-    # By link and direction: peer, request, and buffer, which must live until it is sent.
+    # By link and direction: peer, request and buffer. The buffer must live until it is sent.
     sending: dict[tuple[int, bool], list[tuple[int, Any, torch.Tensor]]] = field(default_factory=dict)
     forwarded: set[int] = field(default_factory=set)
     returned: set[int] = field(default_factory=set)  # slots whose input gradients are computed
@@ -103,15 +107,15 @@ class Step:
     crossing: list[tuple[Any, ...]] = field(default_factory=list)  # tensors that another lane reads
 
     def fork(self) -> Step:
-        """A step in the same state, which goes on without changing this one."""
+        """A copy of this step in the same state. Running the copy does not change this one."""
         values: dict[str, Any] = {entry.name: getattr(self, entry.name) for entry in fields(self)}
         state: dict[str, Any] = {name: copy(value) for name, value in values.items() if isinstance(value, _STATE)}
         return replace(self, **state)
 
 
 class HostCopy:
-    """A small tensor, copied to the host asynchronously. Reading it waits until the GPU has computed it, but not for
-    later work."""
+    """A small tensor that is copied to the host asynchronously. Reading it waits until the GPU has computed it, but not
+    for later work."""
 
     def __init__(self, values: torch.Tensor) -> None:
         self._values, self._copied = values, None
@@ -128,16 +132,18 @@ class HostCopy:
 
 
 class Pace:
-    """Keeps the host at most `MAX_AHEAD` instructions ahead of a GPU that ranks share. A launch that blocks because the
-    GPU's queue is full also blocks the process's other threads, which carry out collectives of the IPC backend. NCCL
-    has no such threads."""
+    """Keeps the host at most `MAX_AHEAD` instructions ahead of a GPU that ranks share.
+
+    A launch that blocks because the GPU's queue is full also blocks the other threads of the process, which run the
+    collectives of the IPC backend. NCCL has no such threads.
+    """
 
     def __init__(self, world: World) -> None:
         self._is_needed = world.shares_gpu
         self._launched: deque[torch.cuda.Event] = deque()
 
     def keep(self) -> None:
-        """Wait until the host may launch another instruction. Called before each."""
+        """Wait until the host may launch another instruction. Call it before each one."""
         if not self._is_needed:
             return
         if len(self._launched) == MAX_AHEAD:
@@ -149,7 +155,7 @@ class Pace:
 
 @dataclass(frozen=True, slots=True)
 class Spans:
-    """When this rank's instructions ran, in nanoseconds of its clock: posted, start, end by instruction number."""
+    """When this rank's instructions ran, in nanoseconds of its clock: posted, start and end, by instruction number."""
 
     begin: int
     posted: dict[int, int]
@@ -159,21 +165,24 @@ class Spans:
 
 @dataclass(frozen=True, slots=True)
 class HeldBytes:
-    """What a rank holds in memory at the beginning of a step, and by instruction of the compute lanes, in the order in
-    which they ran: the most since the one before it, and what is left at its end."""
+    """The memory that a rank holds at the start of a step, and for each instruction of the compute lanes, in the order
+    in which they ran: the peak since the previous one, and what is left at its end."""
 
     begin: int
     instructions: dict[int, tuple[int, int]]
 
 
 Moment = int | torch.cuda.Event
-ReadBytes = Callable[[], tuple[int, int]]  # the most that was held since the last call, and what is held now
+ReadBytes = Callable[[], tuple[int, int]]  # returns the peak since its last call, and the current value
 
 
 class Watch:
-    """Records when instructions run. On a GPU by events on the current stream, and only in `timed` steps. With
-    `in_graph`, events become nodes of the CUDA graph that is being captured, and every replay records them anew. With
-    `read_bytes`, it also notes what is held in memory after each."""
+    """Records when instructions run.
+
+    On a GPU, events on the current stream are used, and only in `timed` steps. With `in_graph`, events become nodes of
+    the CUDA graph that is being captured, and every replay records them anew. With `read_bytes`, it also records the
+    memory that is held after each instruction.
+    """
 
     def __init__(
         self, device: torch.device, timed: bool = True, *, in_graph: bool = False, read_bytes: ReadBytes | None = None
@@ -193,7 +202,7 @@ class Watch:
         return self._on_gpu and self._timed
 
     def note_end(self, position: int) -> None:
-        """An instruction of a compute lane is done, or launched on a GPU."""
+        """Note that an instruction of a compute lane is done, or, on a GPU, launched."""
         self.end[position] = self.now()
         if self._read_bytes is not None and self.held is not None:
             self.held.instructions[position] = self._read_bytes()
@@ -208,15 +217,15 @@ class Watch:
         return event
 
     def adopt(self, graph: Watch) -> bool:
-        """Take the moments of a graph that has just been launched, in a timed step. They must be settled before the
-        next replay. Returns whether there are any."""
+        """Take over the moments of a graph that was just launched in a timed step. They must be settled before the next
+        replay. Returns whether there are any."""
         if self._timed:
             for moments, captured in zip(self._moments, graph._moments, strict=True):
                 moments.update(captured)
         return self._on_gpu and self._timed
 
     def settle(self) -> None:
-        """Read all moments, once the GPU has reached them."""
+        """Read all moments once the GPU has reached them."""
         for moments in self._moments:
             for position, moment in moments.items():
                 if isinstance(moment, torch.cuda.Event):
@@ -232,7 +241,7 @@ class Watch:
         return Spans(self._begin, *(self._settled(moments) for moments in self._moments))
 
     def busy_share(self) -> float:
-        """The share of the step in which this rank computed, in any lane. The GPU must have finished it."""
+        """The share of the step in which this rank computed, on any lane. The GPU must have finished the step."""
         spans = self.spans()
         whole = max(spans.end.values(), default=spans.begin) - spans.begin
         intervals = sorted(
@@ -245,7 +254,8 @@ class Watch:
         return busy / whole if whole else 0.0
 
     def busy_s(self, positions: Collection[int]) -> float:
-        """The seconds that these instructions took, of which some may not have run. The GPU must have finished."""
+        """The seconds that these instructions took. Some of them may not have run. The GPU must have finished the
+        step."""
         spans = self.spans()
         ran = [position for position in spans.start if position in positions and position in spans.end]
         return 1e-9 * sum(spans.end[position] - spans.start[position] for position in ran)

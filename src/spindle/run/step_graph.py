@@ -1,9 +1,9 @@
 """Forward and backward of a whole step as one CUDA graph, for a rank that communicates with no other.
 
 The step is captured without running: every lane is a branch of the graph, which forks where lanes begin and joins
-behind the last backward, and events between lanes become edges. Replaying it is one launch, and no lane waits for the
-host between its slots. Where weight gradients have lanes of their own, each instruction is a graph inside that graph
-(`composed_graph`), because in one capture they would stay on the lane of their slot.
+after the last backward pass, and events between lanes become edges. Replaying it is one launch, and no lane waits for
+the host between its slots. If weight gradients have lanes of their own, each instruction is a child graph
+(`composed_graph`), because in a single capture they would stay on the lane of their slot.
 
 What differs from step to step goes in through memory that the graph reads: batches, and the factors of the losses.
 Losses, metrics and gradients are where they were captured. The optimizer's step is not part of the graph.
@@ -30,19 +30,19 @@ class StepGraph:
         self._device = device
         # Factors of the losses' gradients. They are not in the graph's pool, whose memory each replay overwrites.
         self._factors = {slot: torch.zeros((), dtype=torch.float64, device=device) for slot in losses}
-        self._values: dict[int, float] = {}  # of the factors
+        self._values: dict[int, float] = {}  # values of the factors
         self._graph: torch.cuda.CUDAGraph | ComposedGraph | None = None
         self._watch: Watch | None = None  # its events are nodes of the graph
         self._losses: dict[int, torch.Tensor] = {}
         self._metrics: dict[int, torch.Tensor] = {}
-        self._last: Watch | None = None  # of a timed step whose events the next replay records anew
+        self._last: Watch | None = None  # the watch of a timed step, whose events the next replay records anew
 
     def loss_gradient(self, slot: int, loss: torch.Tensor) -> torch.Tensor:
-        """Where a loss's backward begins, in the graph."""
+        """The gradient with which a loss's backward starts, inside the graph."""
         return self._factors[slot].to(loss.dtype).expand_as(loss)
 
     def set_factors(self, factors: Mapping[int, float], loss_scale: torch.Tensor | None) -> None:
-        """Set what the losses' gradients begin with, by slot, for the next replay."""
+        """Set the gradients with which losses start, by slot, for the next replay."""
         for slot, factor in factors.items():
             if loss_scale is not None:
                 self._factors[slot].copy_(loss_scale).mul_(factor)
@@ -51,14 +51,14 @@ class StepGraph:
         self._values = dict(factors) if loss_scale is None else {}
 
     def capture(self, run: Callable[[Watch], Step], capturing: Callable[[torch.cuda.CUDAGraph], Any]) -> None:
-        """Capture what `run` launches. It returns the captured step, of which losses and metrics are kept."""
+        """Capture what `run` launches. `run` returns the captured step, whose losses and metrics are kept."""
         graph, watch = torch.cuda.CUDAGraph(), Watch(self._device, in_graph=True)
         with capturing(graph):
             captured = run(watch)
         self._keep(graph, watch, captured)
 
     def compose(self, run: Callable[[Watch], Step], capturing: Callable[[ComposedGraph], Any]) -> None:
-        """The same with a graph for each instruction that `run` launches inside `capturing`, all in one."""
+        """Like `capture`, with a child graph for each instruction that `run` launches inside `capturing`."""
         graph, watch = ComposedGraph(), Watch(self._device, in_graph=True)
         with capturing(graph):
             captured = run(watch)

@@ -7,7 +7,6 @@ from collections.abc import Mapping, Sequence
 from functools import cache
 from typing import Any, Protocol
 
-import torch
 import torch.distributed as dist
 from torch import nn
 
@@ -24,13 +23,13 @@ from spindle.run.world import World, peers, wait
 
 
 class Updates(Protocol):
-    """An optimizer, or a wrapper of one that does more (clipping, a schedule)."""
+    """An optimizer, or a wrapper that does more (clipping, a schedule)."""
 
     def step(self) -> Any: ...
 
 
 class Syncs:
-    """Runs the sync lane of one rank. `trainable` are positions of the trainable parameters that it holds."""
+    """Runs the sync lane of one rank. `trainable` are the positions of the trainable parameters that it holds."""
 
     def __init__(
         self,
@@ -44,11 +43,11 @@ class Syncs:
         shards: Shards | None,
         last: GradientBuffers | None,
     ) -> None:
-        self._program, self._world, self._rank_program, self._shards = program, world, rank_program, shards
-        self._crosses_streams = uses_streams(program, world)  # from lanes to that of reductions
+        self._program, self._world, self._shards = program, world, shards
+        self._crosses_streams = uses_streams(program, world)  # from lanes to the lane of reductions
         self.trained: list[nn.Parameter] = [parameters[number] for number in sorted(trainable)]
         trained = {id(parameter) for parameter in self.trained}
-        # Parameters that the last program trained and this one does not: their gradients are dropped.
+        # Parameters that the previous program trained and this one does not: their gradients are dropped.
         untrained = [] if last is None else last.parameters
         self._untrained = [parameter for parameter in untrained if id(parameter) not in trained]
         compute = set(rank_program.compute)
@@ -58,12 +57,12 @@ class Syncs:
             frozenset(task_of[self._backward_at(position).slot] for position in bucket.after)
             for bucket in program.buckets
         ]
-        # What is reduced at once: a bucket, or all parameters of one dtype of a sharded bucket.
+        # What is reduced as a unit: a bucket, or all parameters of one dtype in a sharded bucket.
         summed: list[list[nn.Parameter]] = []
         self._sums_of: list[list[int]] = []  # by bucket
         flats: list[Flat] = []
         for bucket in program.buckets:
-            # Buckets of other tensor-parallel shards belong to other ranks.
+            # buckets of other tensor-parallel shards belong to other ranks
             sums = [[parameters[parameter] for parameter in bucket.parameters] if world.rank in bucket.ranks else []]
             if shards is not None:
                 flats += shards.of_bucket(bucket)
@@ -71,7 +70,7 @@ class Syncs:
             self._sums_of.append(list(range(len(summed), len(summed) + len(sums))))
             summed += sums
         self.gradients: Gradients = Gradients(summed, dict(enumerate(flats)), None if last is None else last.gradients)
-        # By slot and the first layer of a chunk: positions of the gathers that it waits for.
+        # By slot and first layer of a chunk: positions of the gathers that it waits for.
         self._needed_by: dict[tuple[int, int], list[int]] = {}
         self._gathers: list[tuple[int, int]] = []  # in the order of the lane, with the number of the bucket
         for position in rank_program.sync:
@@ -95,8 +94,8 @@ class Syncs:
         self._unreached = unreached
 
     def begin(self, step: Step, watch: Watch) -> None:
-        """Drop gradients of the last step, unless this micro-step accumulates; and those of parameters that only the
-        last program trained."""
+        """Drop the gradients of the last step, unless this micro-step accumulates. Also drop those of parameters that
+        only the previous program trained."""
         for parameter in self._untrained:
             parameter.grad = None
         self._untrained = []
@@ -113,7 +112,7 @@ class Syncs:
         elif step.graphs is not None:
             for parameter in self.trained:
                 if parameter.grad is not None:
-                    # CUDA graphs overwrite the memory where it may be, and then add it.
+                    # CUDA graphs overwrite the memory where the gradient may be, and then add to it
                     parameter.grad = parameter.grad.clone()
 
     def is_on(self, step: Step, bucket: int) -> bool:
@@ -121,7 +120,7 @@ class Syncs:
         return not self._users[bucket].isdisjoint(step.micro_step.tasks)
 
     def post(self, step: Step, bucket: int, position: int) -> bool:
-        """Start the reduction of a bucket. Returns False where its gradients are not complete yet."""
+        """Start the reduction of a bucket. Returns False if its gradients are not complete yet."""
         if not self._after[bucket] <= step.done_chunks:
             return False
         self._start(step, bucket, position)
@@ -130,7 +129,7 @@ class Syncs:
     def _start(self, step: Step, bucket: int, position: int) -> None:
         ranks = tuple(self._program.buckets[bucket].ranks.tolist())
         unreached = {id(parameter) for parameter in self._unreached(step.micro_step.tasks)}
-        # Collectives are asynchronous: backward goes on, and `finish` waits for all of them.
+        # collectives are asynchronous: backward continues, and `finish` waits for all of them
         for number in self._sums_of[bucket]:
             for parameter in self.gradients.parameters_of(number) if self._crosses_streams else ():
                 release_behind_current_stream(parameter.grad)
@@ -144,23 +143,25 @@ class Syncs:
             step.syncs.append((position, number, request))
 
     def finish(self, step: Step, watch: Watch, is_replayed: bool) -> None:
-        """Wait for all reductions, and set the gradients of parameters. A step that is replayed from CUDA graphs has
-        the same gradients every time, so that flags need not be read."""
+        """Wait for all reductions, and set the gradients of parameters.
+
+        A step that is replayed from CUDA graphs has the same gradients every time, so its flags need not be read.
+        """
         for position, number, request in step.syncs:
             wait(request)
             watch.end[position] = watch.now()
-            # Reading the flags synchronizes with the GPU.
+            # reading the flags synchronizes with the GPU
             is_certain = is_replayed and self.gradients.has_all(number)
-            self.gradients.spread(number, self.gradients.num_contributors(number) if not is_certain else None)
+            self.gradients.set_from_bucket(number, self.gradients.num_contributors(number) if not is_certain else None)
         step.syncs.clear()
         for parameter in self._unreached(step.micro_step.tasks) if step.micro_step.is_last else ():
-            # Zeros from another rank's buckets are not a gradient: a single process would have None.
+            # zeros from another rank's bucket are no gradient: a single process would have None
             if parameter.grad is not None and not parameter.grad.any():
                 parameter.grad = None
 
     def update(self, step: Step, optimizer: Updates) -> None:
-        """Run the optimizer's step, and start gathering updated shards at once rather than when the next step begins:
-        no instruction in between waits for them."""
+        """Run the optimizer's step, and start to gather updated shards at once instead of at the start of the next
+        step, because no instruction in between waits for them."""
         if self._shards is not None:
             self._shards.settle()  # gathers that no forward of this step has waited for
         optimizer.step()
@@ -169,8 +170,10 @@ class Syncs:
                 self._shards.start_gather(self._program.buckets[bucket])
 
     def wait_for_parameters(self, slot: int, first: int, watch: Watch) -> None:
-        """Wait for the sharded parameters of one chunk. The program waits for those of a whole slot, so this is laxer:
-        later chunks arrive while the first run."""
+        """Wait for the sharded parameters of one chunk.
+
+        The program waits for those of the whole slot, so this is laxer: later chunks arrive while the first one runs.
+        """
         for position in self._needed_by.get((slot, first), ()):
             instruction = self._program.instructions[position]
             assert isinstance(instruction, GatherParameters)
@@ -183,8 +186,3 @@ class Syncs:
         instruction = self._program.instructions[position]
         assert isinstance(instruction, Backward)
         return instruction
-
-    @property
-    def memory(self) -> list[torch.Tensor]:
-        """The memory that holds gradients from step to step."""
-        return self.gradients.memory

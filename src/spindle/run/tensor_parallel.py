@@ -56,7 +56,7 @@ class TensorParallelGroup:
         return torch.cat([parts[row].narrow(dim, 0, size) for row, size in zip(self._order, lengths, strict=True)], dim)
 
     def _lengths(self, own: int, length: int | None, device: torch.device) -> list[int]:
-        """The lengths of all members' shards: computed from the whole length, or gathered where that is unknown."""
+        """The lengths of all members' shards: computed from the whole length, or gathered if that is unknown."""
         if length is not None:
             spans = [span_of(length, self.size, place) for place in range(self.size)]
             return [last - first for first, last in spans]

@@ -33,17 +33,18 @@ from spindle.run.rank_program import Flow, LinkEnd, RankProgram, RankSlot
 from spindle.run.step import Arrival, Step, Watch
 from spindle.run.world import Message, World, wait
 
-_MAX_LEAVES = 1000  # that may cross a link; each has a message tag of its own
-_MAX_SEEN = 10_000  # shapes of batches remembered
-_LENGTH, _METADATA, _VALUES = 0, 1, 2  # tags of a flow: two for the metadata, then one for each leaf
+_MAX_LEAVES = 1000  # the largest number of leaves that may cross a link; each has a message tag of its own
+_MAX_SEEN = 10_000  # the number of batch shapes that are remembered
+_LENGTH, _METADATA, _VALUES = 0, 1, 2  # tags of a flow: two for the metadata, then one per leaf
 
 
 class Transfers:
-    """The exchanges of one rank. Metadata is cached by link and signature of the task's batch, on all ranks alike."""
+    """The exchanges of one rank. Metadata is cached by link and by the signature of the task's batch, the same on all
+    ranks."""
 
     def __init__(self, program: Program, rank_program: RankProgram, world: World) -> None:
         self._rank_program, self._world = rank_program, world
-        # Then messages are launched from another stream than those that make and use their tensors.
+        # Messages are launched from another stream than those that produce and use their tensors.
         self._crosses_streams = uses_streams(program, world)
         self._received: dict[tuple[int, int], PytreeMeta] = {}
         self._sent: dict[tuple[int, int], PytreeMeta] = {}
@@ -55,22 +56,22 @@ class Transfers:
         }
 
     def new(self, signatures: Mapping[str, int]) -> frozenset[str]:
-        """Tasks whose batch has a shape not seen before."""
+        """Tasks whose batch has a shape that was not seen before."""
         return frozenset(task for task, signature in signatures.items() if (task, signature) not in self._seen)
 
     def remember(self, signatures: Mapping[str, int]) -> None:
-        """Record that a step with these signatures has run."""
+        """Note that a step with these signatures has run."""
         self._seen.update(signatures.items())
-        if len(self._seen) > _MAX_SEEN:  # on all ranks at once
+        if len(self._seen) > _MAX_SEEN:  # on all ranks at the same time
             for known in (self._seen, self._received, self._sent):
                 known.clear()
 
     def meta_of(self, step: Step, link: LinkEnd) -> PytreeMeta:
-        """The metadata of what a link carries."""
+        """The metadata of the values on a link."""
         return step.cuts.get(link.cut) or self._received[link.number, step.signatures[link.task]]
 
     def _is_new(self, step: Step, link: LinkEnd) -> bool:
-        """Whether the sender sends the metadata of a link's values first."""
+        """Whether the sender first sends the metadata of a link's values."""
         return (link.has_new_shapes or link.task in step.new) and link.cut not in step.cuts
 
     def send_metadata(self, step: Step, slot: RankSlot) -> None:
@@ -88,14 +89,17 @@ class Transfers:
                         step.sending.setdefault((link.number, False), []).append((flow.peer, request, tensor))
 
     def post(self, step: Step, link: LinkEnd, backward: bool, *, wait_for_metadata: bool = False) -> bool:
-        """Post an exchange. Returns False where it cannot be posted yet: what it sends does not exist, or, where sends
-        and receives are one group call, the metadata of what it receives is unknown and must not be waited for."""
+        """Post an exchange. Returns False if it cannot be posted yet.
+
+        Either what it sends does not exist yet; or, if sends and receives are one group call, the metadata of what it
+        receives is unknown and must not be waited for.
+        """
         if link.sends[backward]:
-            made = step.returned if backward else step.forwarded
-            if (link.consumer if backward else link.producer) not in made:
+            results = step.returned if backward else step.forwarded
+            if (link.consumer if backward else link.producer) not in results:
                 return False
         if backward and link.receives[True] and link.producer not in step.forwarded:
-            return False  # another member of its tensor-parallel group has sent the output, and this rank is behind
+            return False  # another member of its tensor-parallel group has sent the output, and this rank is later
         receives, is_open = link.receives[backward], not backward and self._is_new(step, link)
         if self._world.launches_in_order and receives and is_open:
             if not wait_for_metadata:
@@ -223,7 +227,7 @@ class Transfers:
             self._received[link.number, step.signatures[link.task]] = self._receive_metadata(link, flow.peer)
 
     def arrived(self, step: Step, link: LinkEnd, backward: bool, watch: Watch) -> list[Arrival]:
-        """Wait for what a link carries, and hand it over, once."""
+        """Wait for what a link carries, and hand it over once."""
         arrivals = step.arrivals.pop((link.number, backward), [])
         # It is posted: `verify` has proved that nothing before it on its lane can still be blocked.
         assert arrivals or not link.receives[backward]
@@ -241,7 +245,7 @@ class Transfers:
             for tensor in (tensor for arrival in arrivals for tensor in arrival.tensors or ()):
                 release_behind_current_stream(tensor)
         elif backward:
-            # With several streams, that this one waits for a send says nothing about the one which owns its buffer.
+            # with several streams, waiting for a send here says nothing about the stream that owns its buffer
             self._free_sent(step, (link.number, False), {arrival.flow.peer for arrival in arrivals})
         if self._world.device.type == "cuda":
             for key in list(step.sending):
@@ -249,7 +253,7 @@ class Transfers:
         return arrivals
 
     def _free_sent(self, step: Step, key: tuple[int, bool], back: set[int]) -> None:
-        """Free the buffers of completed sends. A peer that sends a gradient `back` has received the values; of other
+        """Free the buffers of completed sends. A peer that sends a gradient `back` has received the values. For other
         sends, gloo does not tell whether they are complete."""
         unsent = []
         for peer, request, buffer in step.sending.pop(key, []):
@@ -278,7 +282,7 @@ class Transfers:
 def cut_consumed(
     step: Step, link: LinkEnd, consumer: RankSlot, number: int, tensor: torch.Tensor, first: int, last: int
 ) -> Any:
-    """Rows `[first, last)` of a leaf that a slot has received over a link, or slices of it."""
+    """Rows `[first, last)`, or slices, of a leaf that a slot has received over a link."""
     axis = link.axes[number]
     bounds = _rows_of_slices(step, link, number) if link.num_slices > 1 and axis is not None else None
     if bounds is None or axis is None:
@@ -287,7 +291,7 @@ def cut_consumed(
 
 
 def _slice_shape(step: Step, link: LinkEnd, leaf: TensorMeta, number: int, flow: Flow) -> tuple[int, ...]:
-    """The shape of one slice of an item's leaf, of which another slice or all is known."""
+    """The shape of one slice of an item's leaf, derived from that of another slice or of the whole."""
     bounds, axis = _rows_of_slices(step, link, number), link.axes[number]
     if bounds is None or axis is None:
         return leaf.shape
@@ -295,7 +299,7 @@ def _slice_shape(step: Step, link: LinkEnd, leaf: TensorMeta, number: int, flow:
 
 
 def _rows_of_slices(step: Step, link: LinkEnd, number: int) -> list[int] | None:
-    """Where the slices of an item begin and end in a leaf of what a sequence group sends."""
+    """Where the slices of an item start and end in a leaf of what a sequence group sends."""
     assert link.item_code is not None
     return slice_rows(link.item_code, step.lengths[link.task], link.items[0], link.num_slices, number)
 

@@ -17,8 +17,9 @@ from spindle.run.world import World
 class Weights:
     """All parameters of a workload, and which rank holds which slice of each during training.
 
-    Gathered, every rank holds every parameter. Scattered, each rank holds the slices of its slots, and the rest takes
-    no memory. `split_dims` has the dimensions along which tensor-parallel groups split parameters, by position.
+    When gathered, every rank holds every parameter. When scattered, each rank holds the slices of its slots, and the
+    rest takes no memory. `split_dims` has, by position, the dimension along which a tensor-parallel group splits a
+    parameter.
     """
 
     def __init__(
@@ -32,7 +33,7 @@ class Weights:
         self.parameters, self.world = parameters, world
         self.shapes = [parameter.shape for parameter in parameters]
         self.sharding = weight_sharding(program, graph, self.shapes, split_dims)
-        # By name, and with those of earlier plans that this one does not use.
+        # by name, including those of earlier plans that this one does not use
         names = [parameter.name for parameter in graph.parameters]
         self._parameters = dict(zip(names, parameters, strict=True))
         self._wholes = {name: Slice.whole(shape) for name, shape in zip(names, self.shapes, strict=True)}
@@ -44,23 +45,25 @@ class Weights:
 
     @property
     def held(self) -> dict[str, tuple[nn.Parameter, Mapping[int, Slice]]]:
-        """Scattered parameters by name, those of earlier plans too, each with what every rank holds of it."""
+        """Scattered parameters by name, including those of earlier plans, each with what every rank holds of it."""
         return {name: (self._parameters[name], slices) for name, slices in self._scattered.items()}
 
     def scatter_parameters(self) -> None:
         """Give every parameter rank 0's value on the ranks that hold it, and free it elsewhere. A parameter of a layer
-        that no task runs stays where it is."""
+        that no task runs is left alone."""
         self._reshard(self._on_rank_0(self.sharding), self.sharding)
 
     def take_over(self, old: Weights) -> None:
-        """Send parameters from the ranks that hold them under another plan to those that do under this one. What this
-        plan does not use stays with one rank, in the host's memory, which no plan counts."""
+        """Send parameters from the ranks that hold them under another plan to those that hold them under this one.
+
+        What this plan does not use stays with one rank, in the host's memory, which no plan counts.
+        """
         self._parameters = {**old._parameters, **self._parameters}
         self._wholes = {**old._wholes, **self._wholes}
         before = old._scattered
         after = keep_unused(self.sharding, before)
         self._unused = {name: slices for name, slices in after.items() if name not in self.sharding}
-        # A parameter that no earlier plan used is whole on every rank, and rank 0's value counts.
+        # a parameter that no earlier plan used is whole on every rank, and rank 0's value counts
         self._reshard({**self._on_rank_0(self.sharding), **before}, after)
 
     def gather_parameters(self) -> None:
@@ -82,7 +85,8 @@ class Weights:
                 parameter.data, parameter.grad = torch.empty(0, dtype=parameter.dtype), None
                 continue
             value = value.to("cpu" if name in self._unused else self.world.device)
-            # Where shape and device stay, values go into the old memory, to which optimizers and CUDA graphs refer.
+            # if shape and device stay the same, values go into the old memory, to which optimizers and CUDA graphs
+            # refer
             if parameter.shape != value.shape:
                 parameter.data, parameter.grad = value, None
             elif parameter.device != value.device:
@@ -92,15 +96,15 @@ class Weights:
 
     @contextmanager
     def in_shape(self) -> Iterator[None]:
-        """A context in which parameters that this rank does not hold as a whole have their whole shapes, without values
-        or memory."""
+        """A context in which parameters that this rank does not hold whole have their whole shapes, without values or
+        memory."""
         absent = [
             (parameter, self._wholes[name].shape, parameter.data)
             for name in self._scattered
             if (parameter := self._parameters[name]).shape != self._wholes[name].shape
         ]
         for parameter, shape, _ in absent:
-            # One element, of which every place of the whole shape is a view.
+            # a single element, of which every element of the whole shape is a view
             parameter.data = torch.zeros((), dtype=parameter.dtype, device=self.world.device).expand(shape)
         try:
             yield

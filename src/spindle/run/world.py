@@ -10,9 +10,10 @@ from __future__ import annotations
 
 import atexit
 import os
+import re
 import time
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import cache
@@ -22,9 +23,10 @@ from weakref import WeakSet
 
 import torch
 import torch.distributed as dist
+import torch.distributed.nn.functional  # importing it after the default group was made would keep that group alive
 from torch.utils._pytree import tree_leaves, tree_map
 
-from spindle.errors import InputError, PeerLostError
+from spindle.errors import InputError, PeerLostError, TrainingError
 from spindle.launch import VIRTUAL_VARIABLE, die_with_parent, install_hook, recorder, variables
 from spindle.run import ipc, signed_pickle
 from spindle.run.heartbeat import start_heartbeat
@@ -34,20 +36,25 @@ _TORCHRUN_VARIABLE = "TORCHELASTIC_RUN_ID"
 _LAUNCH_ORDER = "NCCL_LAUNCH_ORDER_IMPLICIT"
 _NCCL_DEFAULTS = {
     # Kernels of several communicators then start on every GPU in the order in which the host launches them, which is
-    # the same on all ranks (`program.launch_order`). NCCL reads it with its first operation.
+    # the same on all ranks (`program.launch_order`). NCCL reads the variable with its first operation.
     _LAUNCH_ORDER: "1",
-    # Otherwise ranks that lose a peer flood the terminal before the first cause is reported.
+    # otherwise ranks that lose a peer flood the terminal before the first cause is reported
     "TORCH_NCCL_DUMP_ON_TIMEOUT": "0",
 }
-_CPU_ALLOCATOR = "DefaultCPUAllocator"  # in the message when a tensor of the host cannot be allocated
+_CPU_ALLOCATOR = "DefaultCPUAllocator"  # part of the message when a host tensor cannot be allocated
+_LOST_WORKER = re.compile(r"DataLoader worker \(pid")
 _GLOO_WORKER = "pt_gloo_runloop"  # the name of its threads
-_IDLE_CHECKS, _IDLE_CHECK_S = 3, 0.002  # of gloo's threads, before this process ends
-_SHARED_MEMORY = 0.92  # share of a GPU for its ranks; CUDA contexts and IPC segments take the rest
+_LEFT = "spindle/left"  # in the store: how many ranks have ended their script
+_RENDEZVOUS_PAUSE_S, _RENDEZVOUS_LONGEST_PAUSE_S = 0.0002, 0.05  # between looks at the store
+_RENDEZVOUS_NOTICE_S = 10.0
+# Before this process ends, it waits up to `_GLOO_WAIT_S` until gloo's threads were idle in several checks in a row.
+_GLOO_WAIT_S, _IDLE_CHECKS, _IDLE_CHECK_S = 10.0, 3, 0.002
+_SHARED_MEMORY = 0.92  # the share of a GPU for the tensors of its ranks; CUDA contexts and IPC segments take the rest
 
 
 @dataclass(frozen=True, slots=True)
 class Message:
-    """A tensor to or from a peer. Tags distinguish messages of one pair where the backend has tags."""
+    """A tensor to or from a peer. Tags distinguish messages of one pair, if the backend supports tags."""
 
     tensor: torch.Tensor
     peer: int
@@ -55,8 +62,7 @@ class Message:
 
 
 class World:
-    """This process among all ranks. Process groups are made once per purpose and set of ranks, by all ranks
-    together."""
+    """This process among all ranks. All ranks together make one process group for each purpose and set of ranks."""
 
     def __init__(self, rank: int, size: int, device: torch.device) -> None:
         self.rank, self.size, self.device = rank, size, device
@@ -68,11 +74,12 @@ class World:
             _set_nccl_defaults()
 
     def group(self, purpose: str, ranks: tuple[int, ...]) -> Any:
-        """The process group of these ranks. Every rank must ask for every group, in one order, before any rank uses it.
+        """The process group of these ranks.
 
-        Lanes run concurrently, so each has groups of its own: two ranks may start the operations of two lanes in
-        different orders. NCCL communicators take GPU memory, and all ranks launch in one order, so there collectives
-        over the same ranks share one; those inside layers do not, because compute would wait for others.
+        Every rank must ask for every group, in the same order, before any rank uses it. Lanes run concurrently, so each
+        lane has groups of its own: two ranks may start the operations of two lanes in different orders. NCCL
+        communicators take GPU memory, and all ranks launch in one order, so under NCCL collectives over the same ranks
+        share a communicator; those inside layers do not, because compute would wait for others.
         """
         if self.uses_nccl and purpose in _SHARED_PURPOSES:
             purpose = _SHARED_PURPOSES[0]
@@ -89,13 +96,13 @@ class World:
             return dist.new_group(list(ranks))
         group = dist.new_group(list(ranks), backend="nccl", group_desc=f"{purpose} {ranks}")
         if self.rank in ranks:
-            # Create the communicator now, not in the middle of a step.
+            # create the communicator now, not in the middle of a step
             dist.all_reduce(torch.zeros(1, device=self.device), group=group)
         return group
 
     def forget_groups(self) -> None:
-        """Destroy all groups but the one for control, on all ranks together: some hold device memory. NCCL's stay, for
-        the next plan to reuse."""
+        """Destroy all groups except the one for control, on all ranks together, because some hold device memory. NCCL's
+        are kept, for the next plan to reuse."""
         for key in [key for key in self._groups if key[0] != CONTROL and not self.uses_nccl]:
             group = self._groups.pop(key)
             if group is not dist.GroupMember.NON_GROUP_MEMBER:
@@ -118,25 +125,25 @@ class World:
         return self.group(TRANSFER, tuple(range(self.size))) if self.uses_nccl else None
 
     def start_exchange(self, sends: Sequence[Message], receives: Sequence[Message]) -> tuple[list[Any], list[Any]]:
-        """Start to send and to receive device tensors, in no order. Returns a request for each.
+        """Start to send and receive device tensors, in no particular order. Returns one request for each.
 
-        Under NCCL this is one group call, without tags: both ranks of a pair must list their messages in the same
+        Under NCCL this is one group call without tags, so both ranks of a pair must list their messages in the same
         order.
         """
         with peers("exchanging tensors"):
             if not self.uses_nccl:
-                # Receives are posted first, so that a message finds its buffer when it arrives.
+                # post receives first, so that a message finds its buffer when it arrives
                 incoming = [dist.irecv(receive.tensor, receive.peer, tag=receive.tag) for receive in receives]
                 return [dist.isend(send.tensor, send.peer, tag=send.tag) for send in sends], incoming
             calls = [(dist.isend, send) for send in sends] + [(dist.irecv, receive) for receive in receives]
             if not calls:
                 return [], []
-            # As bytes: NCCL does not support all dtypes.
+            # as bytes, because NCCL does not support all dtypes
             operations = [
                 dist.P2POp(call, message.tensor.view(-1).view(torch.uint8), message.peer, self.everyone)
                 for call, message in calls
             ]
-            # Coalesced into one NCCL group call, which has one request for all of its messages.
+            # coalesced into one NCCL group call, which has one request for all its messages
             (request,) = dist.batch_isend_irecv(operations)
             return [request] * len(sends), [request] * len(receives)
 
@@ -217,6 +224,41 @@ class World:
             dist.all_gather(messages, message, group=group)
         return _unpickled(messages, lengths)
 
+    def rendezvous(self, call: str, notify: Callable[[str], None], limit_s: float | None) -> None:
+        """Wait until all ranks make this call, before it communicates: a collective that only some ranks run hangs, or
+        is taken for another one, for which gloo aborts the process.
+
+        Raises an error if a rank has ended its script instead, or after a limit. All ranks count their calls alike,
+        because they run the same script.
+        """
+        if self.size == 1:
+            return
+        # Not `peers`, for which all ranks seem to wait if only some of them make this call.
+        with _backend_errors(f"waiting until all ranks call {call}"):
+            self._rendezvous(call, notify, limit_s)
+
+    def _rendezvous(self, call: str, notify: Callable[[str], None], limit_s: float | None) -> None:
+        store = _store()
+        number = store.add(f"spindle/calls/{self.rank}", 1)  # of this rank's calls since the group was made
+        key = f"spindle/call/{number}"
+        start_s, pause_s = time.monotonic(), _RENDEZVOUS_PAUSE_S
+        is_notified = False
+        store.add(key, 1)
+        while store.add(key, 0) < self.size:
+            waited_s = time.monotonic() - start_s
+            has_left = store.add(_LEFT, 0) > 0 and store.add(key, 0) < self.size
+            if has_left or (limit_s is not None and waited_s > limit_s):
+                others = "a rank that has ended its script" if has_left else f"all ranks within {limit_s:g} s"
+                raise TrainingError(
+                    f"{call} was called on rank {self.rank}, but not on {others}: call it on all ranks, without a "
+                    "condition such as `if rank == 0:`"
+                )
+            if limit_s is not None and waited_s > _RENDEZVOUS_NOTICE_S and not is_notified:
+                is_notified = True
+                notify(f"{call} waits until all ranks call it")
+            time.sleep(pause_s)
+            pause_s = min(2 * pause_s, _RENDEZVOUS_LONGEST_PAUSE_S)
+
     def barrier(self) -> None:
         if self.size > 1:
             with peers("waiting at a barrier"):
@@ -263,14 +305,14 @@ def on_compute_stream(device: torch.device) -> Iterator[None]:
     if device.type != "cuda":
         yield
         return
-    here, stream = torch.cuda.current_stream(), compute_stream()
+    current, stream = torch.cuda.current_stream(), compute_stream()
     # In both directions, so that callers need not know that there is another stream.
-    stream.wait_stream(here)
+    stream.wait_stream(current)
     try:
         with torch.cuda.stream(stream):
             yield
     finally:
-        here.wait_stream(stream)
+        current.wait_stream(stream)
 
 
 @cache
@@ -322,15 +364,24 @@ def peers(doing: str) -> Iterator[None]:
     before, recorder.waiting = recorder.waiting, doing
     recorder.num_events += 1
     try:
+        with _backend_errors(doing):
+            yield
+    finally:
+        recorder.waiting = before
+
+
+@contextmanager
+def _backend_errors(doing: str) -> Iterator[None]:
+    try:
         yield
     except (torch.OutOfMemoryError, torch.AcceleratorError):  # errors of this rank
         raise
     except RuntimeError as error:
-        if _CPU_ALLOCATOR in str(error):  # memory that the backend asked for
+        # memory that the backend asked for; or a worker process that was lost, which a signal handler of torch reports
+        # in the middle of anything
+        if _CPU_ALLOCATOR in str(error) or _LOST_WORKER.match(str(error)):
             raise
         raise lost(doing, error) from error
-    finally:
-        recorder.waiting = before
 
 
 def wait(request: Any) -> None:
@@ -431,6 +482,10 @@ def _device() -> torch.device:
     return device
 
 
+def _store() -> Any:
+    return dist.distributed_c10d._get_default_store()
+
+
 @cache
 def _worlds() -> WeakSet[World]:
     """The worlds of this process that are alive."""
@@ -447,16 +502,18 @@ def _leave() -> None:
     for world in tuple(_worlds()):
         world.release_groups()
     if dist.is_initialized():
+        with suppress(RuntimeError):  # the process that has the store may be gone
+            _store().add(_LEFT, 1)
         dist.destroy_process_group()
     _wait_for_gloo()
 
 
-def _wait_for_gloo(limit_s: float = 10.0) -> None:
+def _wait_for_gloo() -> None:
     """Wait until no worker thread of gloo holds a collective: of groups to which the script still refers.
 
     A worker thread sleeps while it waits for a collective, and while it waits for the GIL, which sleeping releases.
     """
-    end_s, num_idle = time.monotonic() + limit_s, 0
+    end_s, num_idle = time.monotonic() + _GLOO_WAIT_S, 0
     while num_idle < _IDLE_CHECKS and time.monotonic() < end_s:
         workers = gloo_workers()
         if not workers:

@@ -11,57 +11,54 @@ from dataclasses import replace
 import numpy as np
 
 from spindle.profile import Profile
-from spindle.program import Instances, Memory, Program, are_compute, offload_copies
+from spindle.program import Column, Instances, Program, are_compute, copy_columns
 from spindle.simulate.costs import NS, Costs
 from spindle.simulate.host import with_instances
 
 
-def with_copies(program: Program, instances: Instances, costs: Costs, profile: Profile) -> tuple[Instances, Costs]:
-    """The instances and costs of a program, with those of copies appended. `instances` may have others behind those of
-    the program."""
-    rate = profile.cluster.kind.host_bytes_per_s
-    if not rate or not any(slot.offloaded for slot in program.plan.slots):  # `check` refuses to offload at no rate
+def with_copies(
+    program: Program, instances: Instances, costs: Costs, profile: Profile, offloaded: Column
+) -> tuple[Instances, Costs]:
+    """The instances and costs of a program, with those of copies appended; `offloaded` has the bytes by slot and rank.
+    `instances` may have others behind those of the program."""
+    rate, copies = profile.cluster.kind.host_bytes_per_s, copy_columns(program)
+    if not rate or not len(copies.slot):  # `check` refuses to offload at no rate
         return instances, costs
-    num_bytes = Memory(program, profile).offloaded
+    # By rank and place in its compute order: the instance.
+    order = program.compute_order
+    rank_of = np.repeat(np.arange(program.num_ranks), order.sizes)
+    where = np.full((len(program.instructions), program.num_ranks), -1, dtype=np.int64)
+    own = np.flatnonzero(are_compute(instances.lane[: program.num_instructions]))
+    where[instances.instruction[own], instances.rank[own]] = own
+    instance_of = where[order.values, rank_of]
+    # Copies to the host, in the order of forward passes, then those back, in that of backward passes: by rank.
+    count, begin = len(copies.slot), order.starts[copies.rank]
+    both = np.append(np.arange(count), np.arange(count))
+    is_back = np.repeat([False, True], count)
+    in_turn = np.lexsort((np.append(copies.forward, copies.backward), is_back, copies.rank[both]))
+    both, is_back = both[in_turn], is_back[in_turn]
+    rank, slot = copies.rank[both], copies.slot[both]
+    owners = instance_of[begin[both] + np.where(is_back, copies.backward[both], copies.forward[both])]
+    begins_behind = instance_of[begin[both] + np.where(is_back, copies.fetched[both] - 1, copies.forward[both])]
+    waited_for_by = instance_of[begin[both] + np.where(is_back, copies.backward[both], copies.released[both])]
+    # Each copy waits for the one before it in its direction, and for the pass behind which it begins.
     first = instances.num_instances
-    owners: list[int] = []
-    sources: list[int] = []
-    targets: list[int] = []
-    times_ns: list[int] = []
-    for rank in range(program.num_ranks):
-        places = _compute_instances(program, instances, rank)
-        copies = offload_copies(program, rank)
-        to_host = [(entry.forward, entry.forward, entry.released, entry.slot) for entry in copies]
-        back = [(entry.backward, entry.fetched - 1, entry.backward, entry.slot) for entry in copies]
-        for direction in (to_host, back):
-            for number, (_, begins_behind, waited_for_by, slot) in enumerate(sorted(direction)):
-                copy = first + len(owners)
-                if number:
-                    sources.append(copy - 1)
-                    targets.append(copy)
-                sources += [places[begins_behind], copy]
-                targets += [copy, places[waited_for_by]]
-                owners.append(places[begins_behind])
-                times_ns.append(round(num_bytes[slot, rank] / rate * NS))
+    copy = first + np.arange(len(both))
+    follows = np.append(False, (rank[1:] == rank[:-1]) & (is_back[1:] == is_back[:-1]))
+    sources = np.stack([copy - 1, begins_behind, copy], axis=1)
+    targets = np.stack([copy, copy, waited_for_by], axis=1)
+    exists = np.stack([follows, *np.ones((2, len(both)), dtype=bool)], axis=1)
     known = np.repeat(np.arange(first), np.diff(instances.follower_starts))
     timed = with_instances(
         instances,
-        np.array(owners, dtype=np.int64),
-        np.concatenate([known, np.array(sources, dtype=np.int64)]),
-        np.concatenate([instances.followers, np.array(targets, dtype=np.int64)]),
+        owners,
+        np.append(known, sources[exists]),
+        np.append(instances.followers, targets[exists]),
     )
-    count = len(owners)
+    times_ns = np.rint(offloaded[slot, rank] / rate * NS).astype(np.int64)
     return timed, replace(
         costs,
-        delay_ns=np.concatenate([costs.delay_ns, np.zeros(count, dtype=np.int64)]),
-        fixed_ns=np.concatenate([costs.fixed_ns, np.array(times_ns, dtype=np.int64)]),
-        entry_starts=np.concatenate([costs.entry_starts, np.full(count, costs.entry_starts[-1])]),
+        delay_ns=np.append(costs.delay_ns, np.zeros(len(both), dtype=np.int64)),
+        fixed_ns=np.append(costs.fixed_ns, times_ns),
+        entry_starts=np.append(costs.entry_starts, np.full(len(both), costs.entry_starts[-1])),
     )
-
-
-def _compute_instances(program: Program, instances: Instances, rank: int) -> list[int]:
-    """The instances of a rank's compute order."""
-    own = slice(program.num_instructions)
-    computes = np.flatnonzero(are_compute(instances.lane[own]) & (instances.rank[own] == rank))
-    instance_of = dict(zip(instances.instruction[computes].tolist(), computes.tolist(), strict=True))
-    return [instance_of[number] for number in program.compute_of_rank(rank)]

@@ -11,13 +11,13 @@ nothing is left of them but the pressure on memory.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from types import UnionType
 
 import numpy as np
 
 from spindle.plan import FORWARD, pass_s, setting_of
-from spindle.profile import Profile, collective_latency_s, ring_bytes
+from spindle.profile import Contention, Profile, collective_latency_s, ring_bytes
 from spindle.program import (
+    KINDS,
     Backward,
     Column,
     Exchange,
@@ -33,14 +33,14 @@ from spindle.simulate.engine import EQUAL_SHARES, FILL, PRESSURE, WEIGHT_ONE, Wo
 
 NS = 1e9
 
-_REDUCTION_WEIGHT = 2  # of a gradient reduction in the load of a device, in which compute has weight 1
-_MAX_REDUCTIONS = 64  # loads of more reductions on one device count as this many
+_REDUCTION_WEIGHT = 2  # the weight of a gradient reduction in the load of a device; compute has weight 1
+_MAX_REDUCTIONS = 64  # more reductions on one device count as this many
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Costs:
-    """Columns by rendezvous; its entries (resource, time alone on it, weight) are cut at `entry_starts`. Memory is by
-    instance (`bytes_at_...`) and by rank (`static_bytes`)."""
+    """Columns by rendezvous. The entries of a rendezvous (resource, time alone on it, weight) start at `entry_starts`.
+    Memory is by instance (`bytes_at_...`) and by rank (`static_bytes`)."""
 
     delay_ns: Column
     fixed_ns: Column
@@ -48,7 +48,7 @@ class Costs:
     entry_resource: Column
     entry_ns: np.ndarray
     entry_weight: Column
-    slowness_of: Column  # by resource: a row of `slowness`, or a kind of resource without one
+    slowness_of: Column  # by resource: a row of `slowness`, or a kind of resource without a row
     slowness: np.ndarray  # by row and load: how many times longer than alone
     bytes_at_start: Column
     bytes_at_end: Column
@@ -56,7 +56,7 @@ class Costs:
 
     @property
     def work(self) -> Work:
-        """What the compiled loop needs of them."""
+        """The columns that the compiled loop needs."""
         return Work(
             self.delay_ns,
             self.fixed_ns,
@@ -78,7 +78,7 @@ class _Topology:
     island: np.ndarray
     link_bytes_per_s: np.ndarray  # by device
     link_latency_s: np.ndarray
-    link_collective_s: np.ndarray  # NaN where it was not measured
+    link_collective_s: np.ndarray  # NaN if it was not measured
     uplink_bytes_per_s: np.ndarray  # by island
     uplink_latency_s: np.ndarray
 
@@ -144,19 +144,20 @@ class _Entries:
         empty = np.zeros(0, dtype=np.int64)
         blocks = self._blocks or [(empty, empty, np.zeros(0), empty)]
         rendezvous, resource, time_ns, weight = (np.concatenate(part) for part in zip(*blocks, strict=True))
-        order = np.argsort(rendezvous, kind="stable")  # stable: results do not depend on the order of equal keys
+        # Stable, so that results do not depend on the order of equal keys.
+        order = np.argsort(rendezvous, kind="stable")
         starts = np.zeros(num_rendezvous + 1, dtype=np.int64)
         np.cumsum(np.bincount(rendezvous, minlength=num_rendezvous), out=starts[1:])
         return starts, resource[order], time_ns[order].astype(np.float64), weight[order].astype(np.int64)
 
 
-def costs_of(program: Program, instances: Instances, profile: Profile) -> Costs:
-    """Times and bytes of all instructions of a program."""
+def costs_of(program: Program, instances: Instances, profile: Profile, memory: Memory | None = None) -> Costs:
+    """Times and bytes of all instructions of a program, whose memory is worked out unless it is given."""
     topology = _topology(profile)
     entries = _Entries()
     delay_ns = np.zeros(instances.num_rendezvous, dtype=np.int64)
     fixed_ns = np.zeros(instances.num_rendezvous, dtype=np.int64)
-    memory = Memory(program, profile)
+    memory = Memory(program, profile) if memory is None else memory
 
     _time_compute(program, profile, topology, instances, fixed_ns, entries)
     if program.plan.num_lanes > 1:
@@ -166,13 +167,13 @@ def costs_of(program: Program, instances: Instances, profile: Profile) -> Costs:
     _time_updates(program, profile, topology, instances, memory.update_bytes, fixed_ns, entries)
     entry_starts, entry_resource, entry_ns, entry_weight = entries.grouped(instances.num_rendezvous)
 
-    # Ports and uplinks share equally. Hosts and devices have measured slowdowns.
+    # Ports and uplinks are shared equally. Hosts and devices have measured slowdowns.
     slowness_of = np.full(topology.num_resources, EQUAL_SHARES, dtype=np.int64)
     slowness = np.ones((2, max(2 + _REDUCTION_WEIGHT * _MAX_REDUCTIONS, 1 + len(profile.host_rates))))
     for busy in range(1, slowness.shape[1]) if profile.host_rates else ():
         slowness[0, busy] = 1 / profile.host_rates[min(busy, len(profile.host_rates)) - 1]
-    # Compute has weight 1 on a device and a reduction 2, so the load is odd exactly when there is compute. The time of
-    # a reduction on the device is the one it takes next to compute, divided by `overlap` (see `_time_rings`).
+    # On a device, compute has weight 1 and a reduction 2, so the load is odd exactly if there is compute. The time of a
+    # reduction on the device is its time beside compute, divided by `overlap` (see `_time_rings`).
     slowness[1, 1] = 1 / max((1.0, *profile.host_rates))  # compute only: its speed follows from the island's host
     slowness[1, 2::2] = profile.overlap / profile.exchange_overlap  # reductions only
     slowness[1, 3::2] = profile.overlap  # both
@@ -197,15 +198,15 @@ def costs_of(program: Program, instances: Instances, profile: Profile) -> Costs:
     )
 
 
-def _rendezvous_of(program: Program, instances: Instances, kind: type | UnionType) -> np.ndarray:
-    """Rendezvous whose instruction is of this kind, in order."""
-    is_kind = np.array([isinstance(instruction, kind) for instruction in program.instructions])
+def _rendezvous_of(program: Program, instances: Instances, *kinds: type) -> np.ndarray:
+    """Rendezvous whose instruction is of one of these kinds, in order."""
+    is_kind = np.isin(program.columns.kind, [KINDS.index(each) for each in kinds])
     return np.flatnonzero(is_kind[instances.rendezvous_instruction])
 
 
 def passes_s(program: Program, profile: Profile, *, launches: bool = False) -> np.ndarray:
-    """By instruction: seconds of a forward or backward pass on its device, or with `launches` on its host; zero for
-    other instructions."""
+    """For each instruction, the seconds of a forward or backward pass on its device, or with `launches` on its host;
+    zero for other instructions."""
     setting = setting_of(program.plan, profile)
     curves = [profile.curve(shape.op, setting) for shape in program.slots]
     if launches:
@@ -224,6 +225,39 @@ def passes_s(program: Program, profile: Profile, *, launches: bool = False) -> n
                 time_s[number] = share * pass_s(whole, part, curves[slot], recompute)
             case _:
                 pass
+    return (
+        time_s if launches or profile.gradient_sum_bytes_per_s is None else time_s + _gradient_sums_s(program, profile)
+    )
+
+
+def _gradient_sums_s(program: Program, profile: Profile) -> np.ndarray:
+    """For each instruction, the seconds in which a chunk's gradients are added to those of another slot, which trains
+    the same layers and ran backward earlier.
+
+    A layer's time includes computing its gradients, but not adding them.
+    """
+    time_s = np.zeros(len(program.instructions))
+    if program.plan.passes:  # microbatches, whose order need not be that of the slots
+        return time_s
+    assert profile.gradient_sum_bytes_per_s is not None
+    graph, slots = profile.graph, program.plan.slots
+    summed = [np.zeros(slot.num_layers) for slot in slots]  # bytes by layer
+    written: set[tuple[int, tuple[int, ...]]] = set()  # by device
+    for number in reversed(range(len(slots))):  # backward mirrors forward
+        slot, layers = slots[number], graph.metaops[program.slots[number].op].parameters
+        for place in reversed(range(slot.num_layers)):
+            parameters = layers[slot.first + place]
+            keys = {(device, parameters) for device in slot.devices}
+            if not written.isdisjoint(keys):
+                trained = (graph.parameters[parameter] for parameter in parameters)
+                elements = sum(parameter.num_elements for parameter in trained if parameter.trainable)
+                summed[number][place] = elements * graph.numerics.gradient_bytes
+            written |= keys
+    for number, instruction in enumerate(program.instructions):
+        if isinstance(instruction, Backward) and instruction.makes_weights:
+            first = slots[instruction.slot].first
+            num_bytes = summed[instruction.slot][instruction.first - first : instruction.last - first].sum()
+            time_s[number] = num_bytes / profile.gradient_sum_bytes_per_s
     return time_s
 
 
@@ -235,12 +269,11 @@ def _time_compute(
     fixed_ns: np.ndarray,
     entries: _Entries,
 ) -> None:
-    """Forward and backward: a fixed time, or work at a speed that depends on how many devices of the island are
+    """Forward and backward passes: a fixed time, or work at a speed that depends on how many devices of the island are
     busy."""
     time_ns = passes_s(program, profile) * NS
-    computes = np.array([isinstance(instruction, Forward | Backward) for instruction in program.instructions])
-    rendezvous_ids = np.flatnonzero(computes[instances.rendezvous_instruction])
-    # Launches do not become faster when neighbours are idle.
+    rendezvous_ids = _rendezvous_of(program, instances, Forward, Backward)
+    # launches do not become faster when neighbours are idle
     fixed = passes_s(program, profile, launches=True) * NS if profile.host_rates else time_ns
     fixed_ns[:] = np.round(fixed[instances.rendezvous_instruction])
     shares_device = _reductions_slow_compute(profile)
@@ -257,36 +290,43 @@ def _time_compute(
 def _time_contention(
     program: Program, profile: Profile, topology: _Topology, instances: Instances, entries: _Entries
 ) -> None:
-    """Passes that run at the same time on lanes of one device slow each other down, by pressure and by fill; with
-    quotas, by their pressure on memory."""
+    """Passes that run at the same time on lanes of one device slow each other down: by pressure and by fill, or with
+    quotas by pressure on memory."""
     setting = setting_of(program.plan, profile)
     time_ns = passes_s(program, profile) * NS
-    for rendezvous in _rendezvous_of(program, instances, Forward | Backward).tolist():
-        number = instances.rendezvous_instruction[rendezvous]
-        instruction = program.instructions[number]
-        assert isinstance(instruction, Forward | Backward)
-        slot = program.plan.slots[instruction.slot]
-        curve = profile.curve(program.slots[instruction.slot].op, setting)
-        members = instances.members[instances.member_starts[rendezvous] : instances.member_starts[rendezvous + 1]]
-        ranks = instances.rank[members]
-        owners, work_ns = np.full(len(ranks), rendezvous), np.full(len(ranks), time_ns[number])
-        if program.plan.quotas:
-            assert curve.sm_times is not None
-            pressure = curve.sm_times.pressure[isinstance(instruction, Backward)]
-            entries.add(owners, topology.pressure(ranks), work_ns, np.full(len(ranks), round(pressure * WEIGHT_ONE)))
-            continue
-        contention = curve.contention_on(len(slot.devices))
-        match instruction:
-            case Forward():
-                pressure, fill = contention.forward
-            case Backward(makes_weights=False):
-                pressure, fill = contention.of_inputs
-            case Backward(makes_inputs=False):
-                pressure, fill = contention.of_weights
-            case Backward():
-                pressure, fill = contention.backward
-        for resource, weight in ((topology.pressure, pressure), (topology.fill, fill)):
-            entries.add(owners, resource(ranks), work_ns, np.full(len(ranks), round(weight * WEIGHT_ONE)))
+    weights = np.zeros((len(program.instructions), 2))  # pressure and fill
+    for number, instruction in enumerate(program.instructions):
+        if isinstance(instruction, Forward | Backward):
+            curve = profile.curve(program.slots[instruction.slot].op, setting)
+            if program.plan.quotas:
+                assert curve.sm_times is not None
+                weights[number, 0] = curve.sm_times.pressure[isinstance(instruction, Backward)]
+            else:
+                num_devices = len(program.plan.slots[instruction.slot].devices)
+                weights[number] = _contention_of(instruction, curve.contention_on(num_devices))
+    rendezvous = _rendezvous_of(program, instances, Forward, Backward)
+    starts = instances.member_starts
+    members = np.concatenate(
+        [np.arange(first, end) for first, end in zip(starts[rendezvous], starts[rendezvous + 1], strict=True)]
+    )
+    ranks = instances.rank[instances.members[members]]
+    owners = np.repeat(rendezvous, starts[rendezvous + 1] - starts[rendezvous])
+    number = instances.rendezvous_instruction[owners]
+    for column, resource in enumerate((topology.pressure, topology.fill)[: 1 if program.plan.quotas else 2]):
+        weight = np.round(weights[number, column] * WEIGHT_ONE).astype(np.int64)
+        entries.add(owners, resource(ranks), time_ns[number], weight)
+
+
+def _contention_of(instruction: Forward | Backward, contention: Contention) -> tuple[float, float]:
+    match instruction:
+        case Forward():
+            return contention.forward
+        case Backward(makes_weights=False):
+            return contention.of_inputs
+        case Backward(makes_inputs=False):
+            return contention.of_weights
+        case Backward():
+            return contention.backward
 
 
 def _time_flows(
@@ -296,15 +336,14 @@ def _time_flows(
     rendezvous_ids = _rendezvous_of(program, instances, Exchange)
     if not len(rendezvous_ids):
         return
-    flows = [
-        (program.links[instruction.link], instruction.backward)
-        for instruction in program.instructions
-        if isinstance(instruction, Exchange)
-    ]
-    columns = [(link.backward if backward else link.forward, link.bytes_per_row) for link, backward in flows]
-    source = np.concatenate([flow.source for flow, _ in columns])
-    destination = np.concatenate([flow.destination for flow, _ in columns])
-    num_bytes = np.concatenate([(flow.last - flow.first) * bytes_per_row for flow, bytes_per_row in columns])
+    exchanges = np.flatnonzero(program.columns.kind == KINDS.index(Exchange))
+    number, is_backward = program.columns.index[exchanges].tolist(), program.columns.is_backward[exchanges].tolist()
+    links = [program.links[link] for link in number]
+    flows = [link.backward if backward else link.forward for link, backward in zip(links, is_backward, strict=True)]
+    source = np.concatenate([flow.source for flow in flows])
+    destination = np.concatenate([flow.destination for flow in flows])
+    num_rows = np.concatenate([flow.last for flow in flows]) - np.concatenate([flow.first for flow in flows])
+    num_bytes = num_rows * np.repeat([link.bytes_per_row for link in links], [len(flow.source) for flow in flows])
     sent = num_bytes > 0
     rendezvous_ids, source, destination, num_bytes = (
         rendezvous_ids[sent],
@@ -371,7 +410,7 @@ def _time_rings(
     delay_ns: np.ndarray,
     entries: _Entries,
 ) -> None:
-    """Ring all-reduces, one per bucket; `by_bucket` has their rendezvous."""
+    """Ring all-reduces, one per bucket. `by_bucket` has their rendezvous."""
     sizes = np.array([len(bucket.ranks) for bucket in program.buckets])
     carried = np.array([ring_bytes(*ring) * NS for ring in zip(num_bytes, sizes.tolist(), strict=True)])
     bucket = np.repeat(np.arange(len(sizes)), sizes)
@@ -382,11 +421,11 @@ def _time_rings(
     if _reductions_slow_compute(profile):
         device_ns = alone_ns * profile.exchange_overlap / profile.overlap
         entries.add(by_bucket[bucket], topology.device(ranks), device_ns, np.full(len(ranks), _REDUCTION_WEIGHT))
-    # A collective is as slow as the slowest link of its members.
+    # a collective is as slow as the slowest link of its members
     latency = np.zeros(len(sizes))
     np.maximum.at(latency, bucket, topology.link_latency_s[ranks])
 
-    # Each (bucket, island) once, of buckets that span several islands.
+    # each pair (bucket, island) once, for buckets that span several islands
     bucket, island = np.divmod(np.unique(bucket * topology.num_islands + topology.island[ranks]), topology.num_islands)
     spans = np.bincount(bucket, minlength=len(sizes))[bucket] > 1
     bucket, island = bucket[spans], island[spans]
@@ -394,7 +433,7 @@ def _time_rings(
         entries.add(by_bucket[bucket], uplink(island), carried[bucket] / topology.uplink_bytes_per_s[island])
     np.maximum.at(latency, bucket, topology.uplink_latency_s[island])
     delay_s = np.array([collective_latency_s(*ring) for ring in zip(sizes.tolist(), latency.tolist(), strict=True)])
-    # The overhead was measured inside one host: between islands the latency of a tree is all that is known.
+    # The overhead was measured inside one host. Between islands, only the latency of a tree is known.
     measured_s = np.array([topology.link_collective_s[bucket.ranks].max() for bucket in program.buckets])
     measured_s[bucket] = np.nan
     delay_ns[by_bucket] = np.round(np.where(np.isnan(measured_s), delay_s, measured_s) * NS)

@@ -21,15 +21,15 @@ from spindle.jit import njit
 
 _NEVER = np.int64(-1)
 
-# Kinds of resources, in place of a row of the table of slowdowns.
+# kinds of resources that have no row in the table of slowdowns
 EQUAL_SHARES, PRESSURE, FILL = -1, -2, -3
-WEIGHT_ONE = 1_000_000  # of pressure and fill: a weight of 1
+WEIGHT_ONE = 1_000_000  # the unit of pressure and fill: a weight of 1
 
 Work = namedtuple(
     "Work",
     [
         "delay_ns",  # by rendezvous: from the arrival of its last member to its start
-        "fixed_ns",  # by rendezvous: its time, if its resources do not make it longer
+        "fixed_ns",  # by rendezvous: its duration, unless its resources make it longer
         "entry_starts",  # by rendezvous: its entries are [entry_starts[r], entry_starts[r + 1])
         "entry_resource",
         "entry_ns",  # alone on the resource
@@ -49,7 +49,7 @@ def _grown(column):
 
 @njit(cache=True)
 def _push(heap_time, heap_item, size, time, item):
-    """Insert an event, in larger columns where these are full. Returns the columns and their new number of events."""
+    """Insert an event, growing the columns if they are full. Returns the columns and their new number of events."""
     if size + 1 >= len(heap_time):
         heap_time = _grown(heap_time)
         heap_item = _grown(heap_item)
@@ -68,7 +68,7 @@ def _push(heap_time, heap_item, size, time, item):
 
 @njit(cache=True)
 def _pop(heap_time, heap_item, size):
-    """Remove the first event, which the caller has read."""
+    """Remove the first event. The caller has read it."""
     size -= 1
     time = heap_time[size]
     item = heap_item[size]
@@ -110,7 +110,7 @@ def _entry_time(entry, load, work):
 
 @njit(cache=True)
 def _span(rendezvous, work, weight_on):
-    """The duration of a whole rendezvous at the present load: that of its slowest resource."""
+    """The duration of a whole rendezvous at the current load: that of its slowest resource."""
     span = np.float64(work.fixed_ns[rendezvous])
     for entry in range(work.entry_starts[rendezvous], work.entry_starts[rendezvous + 1]):
         time = _entry_time(entry, weight_on[work.entry_resource[entry]], work)
@@ -142,7 +142,7 @@ def _unlink(entry, resource, head, following, preceding):
 
 @njit(cache=True)
 def _release_followers(instance, follower_starts, followers, needs, ready, num_ready):
-    """An instance is done: add the instances that waited for nothing else to `ready`. Returns their new number."""
+    """An instance is done: append the instances that waited only for it to `ready`. Returns their new number."""
     for place in range(follower_starts[instance], follower_starts[instance + 1]):
         follower = followers[place]
         needs[follower] -= 1
@@ -178,7 +178,7 @@ def run(
     unfinished = rendezvous_starts[1:] - rendezvous_starts[:-1]
     absent = member_starts[1:] - member_starts[:-1]
 
-    # Running rendezvous: the fraction that is left, the span of the whole at the present load, the time since which
+    # Running rendezvous: the fraction that is left, the duration of the whole at the current load, the time since which
     # this holds, and the time at which it ends.
     left = np.ones(num_rendezvous)
     span = np.zeros(num_rendezvous)
@@ -209,7 +209,7 @@ def run(
     now = np.int64(0)
 
     while True:
-        # Phase 1: start what is ready. A rendezvous whose last member arrives enters its delay; an instance without
+        # Phase 1: start what is ready. A rendezvous whose last member arrives enters its delay. An instance without
         # rendezvous is done at once.
         while num_ready > 0:
             num_ready -= 1
@@ -235,7 +235,7 @@ def run(
         if heap_size == 0:
             break
 
-        # Phase 2: the next event. Either a delay is over and the rendezvous starts, or the rendezvous ends.
+        # Phase 2: take the next event. Either a delay is over and the rendezvous starts, or the rendezvous ends.
         time = heap_time[0]
         rendezvous = heap_item[0]
         heap_size = _pop(heap_time, heap_item, heap_size)
@@ -249,7 +249,7 @@ def run(
             since[rendezvous] = now
         else:
             finish[rendezvous] = _NEVER
-        # Occupy its resources, or leave them.
+        # add its load to its resources, or remove it
         for entry in range(entry_starts[rendezvous], entry_starts[rendezvous + 1]):
             resource = entry_resource[entry]
             if starts:
@@ -260,7 +260,7 @@ def run(
                 _unlink(entry, resource, head, following, preceding)
         if starts:
             span[rendezvous] = _span(rendezvous, work, weight_on)
-            # Less a rounding error of floats, so that a whole number of nanoseconds stays one.
+            # subtract a float rounding error, so that a whole number of nanoseconds stays whole
             finish[rendezvous] = now + np.int64(np.ceil(span[rendezvous] - 1e-6))
             heap_time, heap_item, heap_size = _push(heap_time, heap_item, heap_size, finish[rendezvous], rendezvous)
 
@@ -286,14 +286,14 @@ def run(
                     new_span = _span(neighbour, work, weight_on)
                 if new_span == span[neighbour]:
                     continue
-                # Done so far, at the old rate; what is left goes on at the new one.
+                # the share that is done so far, at the old rate; the rest continues at the new one
                 if span[neighbour] > 0:
                     left[neighbour] = max(0.0, left[neighbour] - (now - since[neighbour]) / span[neighbour])
                 since[neighbour] = now
                 span[neighbour] = new_span
                 new_finish = now + np.int64(np.ceil(left[neighbour] * new_span - 1e-6))
                 if new_finish != finish[neighbour]:
-                    finish[neighbour] = new_finish  # the event of the old one is stale from now on
+                    finish[neighbour] = new_finish  # from now on, the event of the old entry is stale
                     heap_time, heap_item, heap_size = _push(heap_time, heap_item, heap_size, new_finish, neighbour)
         if starts:
             continue

@@ -17,13 +17,13 @@ import numpy as np
 
 from spindle.graph import MetaGraph
 from spindle.profile import HostOverhead, Profile
-from spindle.program import SYNC, TRANSFER, Column, Instances, OptimizerStep, Program, are_compute, cut_by
+from spindle.program import SYNC, TRANSFER, Column, Instances, Jagged, OptimizerStep, Program, are_compute
 from spindle.simulate.costs import NS, Costs, passes_s
 
 
 @dataclass(frozen=True, slots=True)
 class _Edges:
-    """Dependencies between instances; `place` is the position of each instance on the compute lane, or -1."""
+    """Dependencies between instances. `place` is the position of each instance on the compute lane, or -1."""
 
     source: Column
     target: Column
@@ -57,7 +57,7 @@ def with_hosts(
     received = ~computing[edges.source] & computing[edges.target]
     sources = [edges.source, hosts, edges.source[received], hosts[posting], posts[last_pass]]
     targets = [edges.target, computes, hosts[place[edges.target[received]]], posts[posting], posted]
-    # A host launches one pass after another, at most `ahead` passes ahead of its GPU.
+    # a host launches one pass after another, at most `ahead` passes ahead of its GPU
     for distance, predecessors in ((1, posts), (overhead.ahead, computes)):
         on_one_rank = np.flatnonzero(rank[distance:] == rank[: max(count - distance, 0)])
         sources.append(predecessors[on_one_rank])
@@ -83,15 +83,15 @@ def _launched(program: Program, instances: Instances) -> Column:
 def with_instances(instances: Instances, owners: Column, sources: Column, targets: Column) -> Instances:
     """Append one instance for each owner, with a rendezvous of its own."""
     count, first, first_rendezvous = len(owners), instances.num_instances, instances.num_rendezvous
-    follower_starts, followers = cut_by(sources, targets, first + count)
+    followers = Jagged.group_by(sources, targets, first + count)
     return replace(
         instances,
         instruction=np.concatenate([instances.instruction, instances.instruction[owners]]),
         rank=np.concatenate([instances.rank, instances.rank[owners]]),
         lane=np.concatenate([instances.lane, np.zeros(count, dtype=np.int64)]),
         num_needs=np.bincount(targets, minlength=first + count),
-        follower_starts=follower_starts,
-        followers=followers,
+        follower_starts=followers.starts,
+        followers=followers.values,
         rendezvous_starts=_one_more_each(instances.rendezvous_starts, count),
         rendezvous_ids=np.concatenate([instances.rendezvous_ids, first_rendezvous + np.arange(count)]),
         member_starts=_one_more_each(instances.member_starts, count),
@@ -102,7 +102,7 @@ def with_instances(instances: Instances, owners: Column, sources: Column, target
 
 def _with_times(instances: Instances, costs: Costs, time_s: np.ndarray, overhead: HostOverhead) -> Costs:
     """Append the times of the hosts' instances."""
-    # The measured latency of a link includes the work of both hosts, which is simulated here.
+    # the measured latency of a link includes the work of both hosts, which is simulated separately here
     is_transfer = instances.lane[instances.members[instances.member_starts[:-1]]] == TRANSFER
     host_ns = round((overhead.send_s + overhead.receive_s + overhead.pass_s) * NS)
     delay_ns = np.where(is_transfer, np.maximum(costs.delay_ns - host_ns, 0), costs.delay_ns)
@@ -122,7 +122,7 @@ def _one_more_each(starts: Column, count: int) -> Column:
 def _start_s(
     program: Program, instances: Instances, overhead: HostOverhead, computes: Column, edges: _Edges
 ) -> np.ndarray:
-    """Host time before each instance of the compute lane begins, including the receipt of its inputs."""
+    """Host time before each instance of the compute lane starts, including receiving its inputs."""
     updates = np.array([isinstance(instruction, OptimizerStep) for instruction in program.instructions])
     is_update = updates[instances.instruction[computes]]
     time_s = np.where(is_update, overhead.optimizer_s, overhead.pass_s).astype(np.float64)

@@ -1,9 +1,9 @@
-"""Columns of integers as few bytes, for files and for the report's page.
+"""Columns of integers in few bytes, for files and for the report's page.
 
-A column is stored as its differences, each as an unsigned number (zigzag: 0, -1, 1, -2, 2 become 0, 1, 2, 3, 4), of
-which all lowest bytes come first, then all second bytes, and so on, up to the widest difference. Neighbouring spans are
-alike, so most of these bytes are zero and gzip folds them; and both numpy and JavaScript read them in one pass. `page/
-data.js` is the other reader.
+A column is stored as differences between neighbours, in zigzag encoding (0, -1, 1, -2, 2 become 0, 1, 2, 3, 4): first
+the lowest byte of every number, then the second byte of every number, up to the width of the largest. Neighbouring
+spans are similar, so most bytes are zero and compress well, and numpy and JavaScript each read them in one pass.
+`page/data.js` of the report is the other reader.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ from spindle.errors import InputError
 
 Column = NDArray[np.int64]
 
-_MAX_BYTES = 1 << 31  # unpacked: more is no timeline of ours
+_MAX_BYTES = 1 << 31  # unpacked; a file with more is not a timeline
 
 
 def pack(header: Mapping[str, Any], columns: Mapping[str, Column]) -> bytes:
-    """A gzip of one line of JSON, which says what follows, and the columns. The same values give the same bytes."""
+    """Compress columns by gzip, behind a line of JSON that describes them. The same values give the same bytes."""
     parts, directory = [], []
     for name, column in columns.items():
         values = np.asarray(column, dtype=np.int64)
@@ -39,7 +39,7 @@ def pack(header: Mapping[str, Any], columns: Mapping[str, Column]) -> bytes:
 
 
 def unpack(data: bytes, where: str) -> tuple[dict[str, Any], dict[str, Column]]:
-    """Read what `pack` made. Raises an InputError in one sentence if it is cut off or something else."""
+    """Read what `pack` wrote. Raises an InputError of one sentence if the data is truncated or in another format."""
     content = _inflated(data, where)
     line, newline, rest = content.partition(b"\n")
     try:
@@ -54,8 +54,8 @@ def unpack(data: bytes, where: str) -> tuple[dict[str, Any], dict[str, Column]]:
     columns, place = {}, 0
     for name, count, width in directory:
         planes = np.zeros((count, 8), dtype=np.uint8)
-        taken = np.frombuffer(rest, dtype=np.uint8, count=count * width, offset=place)
-        planes[:, :width] = taken.reshape(width, count).T
+        words = np.frombuffer(rest, dtype=np.uint8, count=count * width, offset=place)
+        planes[:, :width] = words.reshape(width, count).T
         unsigned = planes.view("<u8").reshape(count)
         signed = (unsigned >> np.uint64(1)).astype(np.int64) ^ -(unsigned & np.uint64(1)).astype(np.int64)
         columns[name] = np.cumsum(signed, dtype=np.int64)
@@ -65,7 +65,7 @@ def unpack(data: bytes, where: str) -> tuple[dict[str, Any], dict[str, Column]]:
 
 def _inflated(data: bytes, where: str) -> bytes:
     if not data.startswith(b"\x1f\x8b"):
-        raise InputError(f"{where}: is empty or no gzip file" if data else f"{where}: is empty")
+        raise InputError(f"{where}: is not a gzip file" if data else f"{where}: is empty")
     stream = zlib.decompressobj(wbits=31)
     try:
         content = stream.decompress(data, _MAX_BYTES)
@@ -76,5 +76,5 @@ def _inflated(data: bytes, where: str) -> bytes:
     if not stream.eof:
         raise InputError(f"{where}: is cut off; copy it again")
     if stream.unused_data:
-        raise InputError(f"{where}: has {len(stream.unused_data)} bytes behind its end")
+        raise InputError(f"{where}: has {len(stream.unused_data)} bytes after its end")
     return content

@@ -1,4 +1,4 @@
-"""Timelines on disk: one gzip file of columns, in which a timeline of 36,736 spans takes tens of kilobytes."""
+"""Timelines on disk: a gzip file of columns; 36,736 spans take tens of kilobytes."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def write_timeline(path: Path, timeline: Timeline) -> None:
 
 
 def read_timeline(path: Path) -> Timeline:
-    """Read what `write_timeline` wrote. Raises an InputError in one sentence if it is cut off or something else."""
+    """Read what `write_timeline` wrote. Raises an InputError of one sentence if it is truncated or something else."""
     return timeline_from_bytes(read_bytes_file(path), str(path))
 
 
@@ -39,8 +39,8 @@ def timeline_bytes(timeline: Timeline) -> bytes:
 
 
 def time_columns(timeline: Timeline) -> dict[str, Column]:
-    """Columns whose differences are small: a span usually begins where the one before it on its lane ends, so the
-    distance is stored; so are its duration, and how long the rank had waited for it."""
+    """The columns of a timeline as small numbers, which compress better than times: the gap since the span before, the
+    duration, and how long the rank waited before it."""
     before = np.concatenate([[0], timeline.end[:-1]]) if len(timeline.end) else timeline.end
     return {
         "rank": timeline.rank,

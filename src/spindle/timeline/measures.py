@@ -43,14 +43,11 @@ def measure(timeline: Timeline) -> Measures:
 
 
 def device_times(timeline: Timeline) -> Column:
-    """Of each rank (rows), the nanoseconds of the step in which it computes, only transfers, only reduces gradients,
-    and is idle (columns)."""
+    """Nanoseconds of the step, with a row for each rank, and columns for computing, only transferring, only reducing
+    gradients, and being idle."""
     times = np.zeros((timeline.num_ranks, 4), dtype=np.int64)
-    order = np.argsort(timeline.rank, kind="stable")
-    bounds = np.searchsorted(timeline.rank[order], np.arange(timeline.num_ranks + 1))
     # Per rank, in order of precedence: what transfers add to the time that compute covers, and what reductions add.
-    for rank in range(timeline.num_ranks):
-        spans = order[bounds[rank] : bounds[rank + 1]]
+    for rank, spans in enumerate(_spans_by_rank(timeline)):
         lanes = timeline.lane[spans]
         compute = _covered(timeline, spans[are_compute(lanes)])
         with_transfer = union(compute, _covered(timeline, spans[lanes == TRANSFER]))
@@ -61,12 +58,15 @@ def device_times(timeline: Timeline) -> Column:
 
 
 def busy_intervals(timeline: Timeline, lanes: Collection[int]) -> Iterator[Intervals]:
-    """For each rank, when one of these lanes is busy."""
-    order = np.argsort(timeline.rank, kind="stable")
-    bounds = np.searchsorted(timeline.rank[order], np.arange(timeline.num_ranks + 1))
-    for rank in range(timeline.num_ranks):
-        spans = order[bounds[rank] : bounds[rank + 1]]
+    """For each rank, the intervals in which any of these lanes is busy."""
+    for spans in _spans_by_rank(timeline):
         yield _covered(timeline, spans[np.isin(timeline.lane[spans], list(lanes))])
+
+
+def _spans_by_rank(timeline: Timeline) -> list[np.ndarray]:
+    """For each rank, the positions of its spans."""
+    order = np.argsort(timeline.rank, kind="stable")
+    return np.split(order, np.searchsorted(timeline.rank[order], np.arange(1, timeline.num_ranks)))
 
 
 Intervals = np.ndarray  # rows of (start, end), disjoint and sorted
@@ -77,17 +77,17 @@ def _covered(timeline: Timeline, spans: np.ndarray) -> Intervals:
 
 
 def union(first: Intervals, second: Intervals) -> Intervals:
-    """What one or the other covers."""
-    both = np.concatenate([first, second])
-    if not len(both):
-        return both
-    both = both[np.argsort(both[:, 0], kind="stable")]
+    """The union of two lists of intervals."""
+    intervals = np.concatenate([first, second])
+    if not len(intervals):
+        return intervals
+    intervals = intervals[np.argsort(intervals[:, 0], kind="stable")]
     # Sorted by start, an interval opens a new piece if it starts after everything before it has ended.
-    reach = np.maximum.accumulate(both[:, 1])
-    opens = np.flatnonzero(np.append(True, both[1:, 0] > reach[:-1]))
-    return np.stack([both[opens, 0], np.append(reach[opens[1:] - 1], reach[-1])], axis=1)
+    reach = np.maximum.accumulate(intervals[:, 1])
+    opens = np.flatnonzero(np.append(True, intervals[1:, 0] > reach[:-1]))
+    return np.stack([intervals[opens, 0], np.append(reach[opens[1:] - 1], reach[-1])], axis=1)
 
 
 def length(intervals: Intervals) -> int:
-    """Nanoseconds that intervals cover."""
+    """The total nanoseconds of intervals."""
     return int((intervals[:, 1] - intervals[:, 0]).sum())

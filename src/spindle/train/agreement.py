@@ -39,8 +39,9 @@ from spindle.train.optimizer import (
 from spindle.train.record import RecordedTask, handles_of, parameter_names
 from spindle.train.task import ModuleHandle, TaskDefinition
 
+_NUMBER = re.compile(r"0x[0-9a-f]+|\d+")
 _ADDRESS = re.compile(r" at 0x[0-9a-f]+")
-_LARGEST_SHOWN = 4096  # elements of an array; of a larger one, the text has the digest
+_LARGEST_SHOWN = 4096  # elements; of a larger array, the text contains a digest instead
 _PLAIN_TYPES = frozenset({bool, int, float, str, type(None)})
 # Words in the names of attributes that may differ: flags of the first rank, rank numbers, and attributes that do not
 # affect what a module computes.
@@ -60,7 +61,7 @@ def compare(world: World, items: Mapping[str, Any]) -> None:
         return
     texts = {name: canonical_text(value) for name, value in items.items()}
     digests = {name: _digest(text) for name, text in texts.items()}
-    if _are_alike(world, repr(list(digests.items()))):
+    if _is_text_equal_on_all_ranks(world, repr(list(digests.items()))):
         return
     digests_by_rank: list[dict[str, bytes]] = world.broadcast_object(world.gather_objects(digests))
     name, rank = _first_difference(digests_by_rank)
@@ -68,16 +69,16 @@ def compare(world: World, items: Mapping[str, Any]) -> None:
     raise TrainingError(_message(name, 0, reference, rank, difference))
 
 
-def _are_alike(world: World, text: str) -> bool:
-    """Whether all ranks have this text."""
+def _is_text_equal_on_all_ranks(world: World, text: str) -> bool:
+    """Whether all ranks have the same text."""
     digest = np.frombuffer(_digest(text), dtype=np.int64)
     table = world.start_all_gather(torch.from_numpy(digest.copy())).wait()
     return all(torch.equal(table[0], row) for row in table[1:])
 
 
-def compare_held(world: World, names: Sequence[str], items: Mapping[str, Any], kind: str) -> None:
-    """Compare items of which each rank holds some: those that several ranks hold must be equal. `names` are those
-    that any rank may hold, the same on all ranks."""
+def compare_overlapping(world: World, names: Sequence[str], items: Mapping[str, Any], kind: str) -> None:
+    """Compare items of which each rank holds only some: an item that several ranks hold must be equal on them. `names`
+    are all items that any rank may hold, the same on all ranks."""
     if world.size == 1:
         return
     # Thousands of parameters share the settings of a few groups.
@@ -101,13 +102,13 @@ def compare_held(world: World, names: Sequence[str], items: Mapping[str, Any], k
 
 
 def compare_attributes(world: World, handles: Mapping[str, ModuleHandle]) -> None:
-    """Refuse plain attributes of modules (numbers, texts, flags and tuples of these) that differ between ranks: layers
-    call the rank's own blocks, whose forward may use them.
+    """Refuse plain attributes of modules (numbers, strings, flags and tuples of these) that differ between ranks,
+    because the forward of a rank's own blocks may use them.
 
-    Once for each module, before it is trained: later, ranks that run a layer may count or cache something in it, and
-    others not. Left out: attributes whose names begin with an underscore, which are private; those that not all ranks
-    have, which forward must set by itself; paths; those that identify the rank; and those named after times, hosts or
-    counters. Other kinds of attributes (functions, lists, configurations) are not compared.
+    Called once for each module, before it is trained; later, ranks that run a layer may count or cache something in it.
+    Not compared: attributes that begin with an underscore (private), that not all ranks have, paths, those that
+    identify the rank, those named after times, hosts or counters, and attributes of other types (functions, lists,
+    configurations).
     """
     new = {name: handle for name, handle in handles.items() if not handle.has_compared_attributes}
     if world.size == 1 or not new:
@@ -115,7 +116,7 @@ def compare_attributes(world: World, handles: Mapping[str, ModuleHandle]) -> Non
     for handle in new.values():
         handle.has_compared_attributes = True
     attributes = _attributes(new)
-    if _are_alike(world, repr(attributes)):
+    if _is_text_equal_on_all_ranks(world, repr(attributes)):
         return
     reference = world.broadcast_object(attributes)
     differing = {
@@ -132,7 +133,7 @@ def compare_attributes(world: World, handles: Mapping[str, ModuleHandle]) -> Non
             continue
         values = [values_by_place.get(place, reference[place]) for _, values_by_place, _ in table]
         local_ranks = [local_rank for local_rank, _, _ in table]
-        if _tells_rank(name, values, range(world.size)) or _tells_rank(name, values, local_ranks):
+        if _identifies_rank(name, values, range(world.size)) or _identifies_rank(name, values, local_ranks):
             continue
         rank = next(rank for rank, value in enumerate(values) if not _equal(value, values[0]))
         raise TrainingError(
@@ -143,7 +144,7 @@ def compare_attributes(world: World, handles: Mapping[str, ModuleHandle]) -> Non
 
 
 def _attributes(handles: Mapping[str, ModuleHandle]) -> dict[tuple[str, str], Any]:
-    """Plain attributes of all modules inside these, by the module's path and the attribute's name."""
+    """Plain attributes of all submodules, by the submodule's path and the attribute's name."""
     return {
         (".".join(filter(None, (module, path))), name): value
         for module, handle in handles.items()
@@ -161,11 +162,12 @@ def _is_plain(value: Any) -> bool:
 
 
 def _equal(value: Any, reference: Any) -> bool:
-    return value == reference or repr(value) == repr(reference)  # nan
+    return value == reference or repr(value) == repr(reference)  # equal NaNs
 
 
-def _tells_rank(name: str, values: Sequence[Any], ranks: Sequence[int]) -> bool:
-    """Whether an attribute identifies its rank: its number, a text with it (`cuda:1`), or a flag of the first rank."""
+def _identifies_rank(name: str, values: Sequence[Any], ranks: Sequence[int]) -> bool:
+    """Whether an attribute identifies its rank: the rank's number, a string that contains it (`cuda:1`), or a flag of
+    rank 0."""
     kinds = {type(value) for value in values}
     if kinds == {int}:
         is_rank = all(value == rank for value, rank in zip(values, ranks, strict=True))
@@ -201,7 +203,7 @@ def _excerpts(first: str | None, second: str | None) -> tuple[str, str]:
     place = next((place for place, pair in enumerate(zip(left, right, strict=False)) if pair[0] != pair[1]), None)
     if place is None:
         place = min(len(left), len(right))
-    # Whole words on the left.
+    # Start the excerpt at a whole word.
     begin = max(0, left.rfind(" ", 0, max(0, place - _EXCERPT)) + 1) if place > _EXCERPT else 0
 
     def excerpt(text: str | None) -> str:
@@ -224,11 +226,11 @@ def canonical_text(value: Any) -> str:
     if isinstance(value, str):
         return value
     parts: list[str] = []
-    _write(value, parts)
+    _append_text(value, parts)
     return "".join(parts)
 
 
-def _write(value: Any, parts: list[str]) -> None:
+def _append_text(value: Any, parts: list[str]) -> None:
     match value:
         case enum.Enum():
             parts.append(str(value))
@@ -242,29 +244,29 @@ def _write(value: Any, parts: list[str]) -> None:
         case _ if dataclasses.is_dataclass(value) and not isinstance(value, type):
             fields = [field.name for field in dataclasses.fields(value) if field.init]
             parts.append(type(value).__name__)
-            _write_all([(f"{name}=", getattr(value, name)) for name in fields], "()", parts)
+            _append_entries([(f"{name}=", getattr(value, name)) for name in fields], "()", parts)
         case Mapping():
             entries = sorted((canonical_text(key), key) for key in value)
-            _write_all([(f"{text}: ", value[key]) for text, key in entries], "{}", parts)
+            _append_entries([(f"{text}: ", value[key]) for text, key in entries], "{}", parts)
         case Set():
-            _write_all([("", text) for text in sorted(map(canonical_text, value))], "{}", parts)
+            _append_entries([("", text) for text in sorted(map(canonical_text, value))], "{}", parts)
         case tuple() | list():
-            _write_all([("", entry) for entry in value], "()", parts)
+            _append_entries([("", entry) for entry in value], "()", parts)
         case _ if hasattr(value, "__qualname__"):
             parts.append(f"{value.__module__}.{value.__qualname__}")
         case _:
             parts.append(_ADDRESS.sub("", repr(value)))
 
 
-def _write_all(entries: Iterable[tuple[str, Any]], brackets: str, parts: list[str]) -> None:
+def _append_entries(entries: Iterable[tuple[str, Any]], brackets: str, parts: list[str]) -> None:
     parts.append(brackets[0])
     for number, (name, value) in enumerate(entries):
         parts.append(f", {name}" if number else name)
-        _write(value, parts)
+        _append_text(value, parts)
     parts.append(brackets[1])
 
 
-# What is compared.
+# What is compared
 
 
 def version_items() -> dict[str, str]:
@@ -275,7 +277,7 @@ def version_items() -> dict[str, str]:
     }
 
 
-_TRIED_STEPS = 3  # of a scheduler, whose rule may be a function
+_TRIED_STEPS = 3  # a scheduler's class stands for its rule, which may be a function
 _RATES = ("_lr", "_lrs", "lambdas")
 _COMPARED_ARGUMENTS = (
     "max_grad_norm",
@@ -307,10 +309,13 @@ def config_items(config: TrainConfig) -> dict[str, Any]:
     items["Planning(profile=...)"] = _given(planning.profile)
     items["Planning(planner=...)"] = "a pipeline" if planning.is_pipelined else "no pipeline"
     items["the names of the tasks"] = config.task_names
+    for trial in config.trials:
+        items[f"spindle.Trial({trial.name!r}, ...)"] = trial.max_grad_norm, _given(trial.lr_scheduler)
     return items | {f"the definition of task {task.name!r}": definition_text(task) for task in config.tasks}
 
 
 def _given(value: object) -> str:
+    """A `Planning` option as text: the text of a plan, or the type of a function or profile."""
     return "not given" if value is None else "given"
 
 
@@ -337,8 +342,9 @@ def optimizer_items(
     named: list[Named] = []
     for name, parameter, shape in parameters:
         stand_in = nn.Parameter(torch.empty(shape, dtype=parameter.dtype, device="meta"))
-        stand_in.__dict__.update(parameter.__dict__)  # by which groups may be chosen
+        stand_in.__dict__.update(parameter.__dict__)  # names and shapes, by which the function may choose groups
         named.append((name, stand_in))
+    what = "what the functions of the optimizer and its scheduler give for parameters without values"
     items: dict[str, str] = {}
     try:
         optimizer = optimizer_of(make, named)
@@ -348,16 +354,17 @@ def optimizer_items(
             scheduler = scheduler_of(make_scheduler, optimizer, _TRIED_STEPS)
             items["the scheduler"] = canonical_text((type(scheduler), _without_rates(scheduler.state_dict())))
         settings = group_settings(optimizer, named)
-    except Exception as error:  # the user's code may raise anything; if it is a mistake, the real ones raise it again
-        return {"the optimizer of parameters without values": type(error).__name__}, ()
+    except Exception as error:  # the user's code may raise anything; if it is a mistake, the real call raises it again
+        # without numbers, which may be the rank's
+        return {what: f"{type(error).__name__}: {_NUMBER.sub('#', str(error))}"}, ()
     texts = {id(setting): canonical_text(setting) for setting in settings.values()}
     by_name = {
         f"the optimizer's settings of parameter {name!r}": texts[id(setting)] for name, setting in settings.items()
     }
-    # Including groups without a parameter here, whose membership may not follow from names.
+    # Parameters that no group has here are included: their group may not follow from their names.
     groups = [canonical_text(settings_of(group)) for group in optimizer.param_groups]
     items |= {"the settings of the optimizer's groups": "\n".join(sorted(groups))}
-    return by_name | items, named_groups(optimizer, named)
+    return {what: "no error"} | by_name | items, named_groups(optimizer, named)
 
 
 def _without_rates(state: Any) -> Any:

@@ -31,12 +31,12 @@ from spindle.train.feed import Batch, Feed, LoaderPosition
 from spindle.train.items import item_entries, with_lengths
 from spindle.train.length_gathering import LengthGathering
 
-_MOST_STEPS = 4  # kept, of which batches may be asked for again
+_MOST_STEPS = 4  # microbatches that are kept because they may be requested again
 StepAfter = Callable[[State, int, int], tuple[tuple[Microbatch, ...], State]]
 
 
 class BalancedFeed(Feed):
-    """Read one task's balanced data, by number of batch."""
+    """Reads one task's balanced data by batch number."""
 
     def __init__(
         self, loader: Balanced, num_microbatches: int, position: LoaderPosition, world: World, **named: Any
@@ -54,13 +54,13 @@ class BalancedFeed(Feed):
             )
         self._length_entry = next(iter(length_entries), None)
         self._decoder = loader.decoder(entries, self._length_entry)
-        self._after = {0: loader.state}  # by number of steps since the feed was made
+        self._after = {0: loader.state}  # states by the number of steps since the feed was made
         self._steps: dict[int, tuple[Microbatch, ...]] = {}
-        self._forms: dict[str, tuple[tuple[int, ...], torch.dtype]] = {}  # of a row of each entry
+        self._forms: dict[str, tuple[tuple[int, ...], torch.dtype]] = {}  # the shape of a row, by entry
         self._example: Batch | None = None
         self._workers: DecodeWorkers | None = None
-        # Requests to workers, by number of batch: what was wanted, and the request's number.
-        self._asked: dict[int, dict[Wanted | None, int]] = {}
+        # Requests to worker processes by batch number: what was requested, and the number of the request.
+        self._requests: dict[int, dict[Wanted | None, int]] = {}
         self._lengths: LengthGathering | None = None
         if loader.read_lengths:
             try:
@@ -79,11 +79,11 @@ class BalancedFeed(Feed):
         if self._workers is not None:
             self._workers.close()
         self._workers = None
-        self._asked.clear()
+        self._requests.clear()
 
     def prepare(self, number: int) -> None:
-        """Called by all ranks, before any of them reads the batch of this number: gathers the lengths of its step and
-        of the one behind it, which some ranks may look at."""
+        """Gather the lengths for the step of this batch and for the one after it, which some ranks may look at. All
+        ranks call this before any of them reads the batch."""
         if self._lengths is None:
             return
         step = number // self._num_microbatches
@@ -91,7 +91,7 @@ class BalancedFeed(Feed):
         self._compute(step, self._lengths.step_after)
         try:
             self._compute(step + 1, self._lengths.step_after)
-        except (InputError, TrainingError):  # of a step that may never run
+        except (InputError, TrainingError):  # the lengths are for a step that may never run
             if self.decodes_ahead:
                 raise
         last = max(self._after)
@@ -99,8 +99,8 @@ class BalancedFeed(Feed):
             self._lengths.read_ahead(self._after[last], self._after[last].draws - self._after[last - 1].draws)
 
     def _start_reading(self, samples: Sequence[SampleNumber]) -> Callable[[], list[Lengths | Unreadable]]:
-        """Start to read samples for their lengths, where worker processes do; else they are read when these are
-        taken."""
+        """Start to read samples for their lengths in worker processes; without any, they are read when the lengths are
+        needed."""
         if not self.decodes_ahead:
             return partial(self._decoder.read_lengths, samples)
         num_workers = self._data.num_workers
@@ -112,7 +112,7 @@ class BalancedFeed(Feed):
             for worker, (share, request) in enumerate(zip(shares, requests, strict=True)):
                 try:
                     read[worker::num_workers] = self._pool.take(request)
-                except TrainingError as error:  # the process is gone
+                except TrainingError as error:  # the worker process has ended
                     read[worker::num_workers] = [Unreadable(str(error))] * len(share)
             return read
 
@@ -120,28 +120,28 @@ class BalancedFeed(Feed):
 
     def example(self) -> Batch:
         if self._example is None:
-            self._example = self._whole(self._microbatch(0))
+            self._example = self._decode_whole(self._microbatch(0))
         return self._example
 
     def peek(self, number: int) -> Batch:
-        return self._announced(number + self._given)
+        return self._batch_without_values(number + self._given)
 
     def at(self, number: int) -> Batch:
         self._given = number + 1
-        batch = self._announced(number)
+        batch = self._batch_without_values(number)
         if self.decodes_ahead:
-            # Tokens that only a batch itself tells are counted a step before its header is exchanged.
+            # A batch whose tokens must be counted by decoding is counted a step before its header is exchanged.
             if self.definition.tokens is not None:
-                self._ask(number + self._num_microbatches, None)
+                self._request(number + self._num_microbatches, None)
             step = number // self._num_microbatches
-            for old in [known for known in self._asked if known // self._num_microbatches < step - 1]:
-                for request in self._asked.pop(old).values():
-                    self._pool.drop(request)  # wanted under an earlier plan
+            for old in [known for known in self._requests if known // self._num_microbatches < step - 1]:
+                for request in self._requests.pop(old).values():
+                    self._pool.drop(request)  # requested under an earlier plan
         return batch
 
     def shapes_at(self, number: int) -> Batch:
-        """A batch that is to come, without its tokens."""
-        return self._announced(number, counts=False)
+        """The shapes of an upcoming batch, without counting its tokens."""
+        return self._batch_without_values(number, counts=False)
 
     @property
     def _pool(self) -> DecodeWorkers:
@@ -152,23 +152,23 @@ class BalancedFeed(Feed):
             )
         return self._workers
 
-    def _ask(self, number: int, wanted: Wanted | None) -> None:
+    def _request(self, number: int, wanted: Wanted | None) -> None:
         """Have a batch decoded, or its tokens counted."""
-        asked = self._asked.setdefault(number, {})
+        asked = self._requests.setdefault(number, {})
         if wanted not in asked:
             asked[wanted] = self._pool.ask(
                 self._microbatch(number), wanted or self._token_fields(), counts=wanted is None
             )
 
-    def _take(self, number: int, wanted: Wanted | None) -> Any:
-        self._ask(number, wanted)
-        request = self._asked[number].pop(wanted)
-        if not self._asked[number]:
-            del self._asked[number]
+    def _result_of(self, number: int, wanted: Wanted | None) -> Any:
+        self._request(number, wanted)
+        request = self._requests[number].pop(wanted)
+        if not self._requests[number]:
+            del self._requests[number]
         return self._pool.take(request)
 
     def _token_fields(self) -> Wanted:
-        """All entries with a row for each token, and no items."""
+        """All entries with one row per token, without items."""
         entries = item_entries(self.definition)
         rows = (0, self.definition.batch_size)
         return Wanted(tuple((name, *rows) for name in self._forms if name not in entries), ())
@@ -181,9 +181,9 @@ class BalancedFeed(Feed):
         return LoaderPosition(random_state=self._state, loader_state={"num_workers": 0, "state": state})
 
     def _state_at(self, number: int) -> State:
-        """The state before the batch of this number, with which a step begins."""
+        """The state of the data before the step that this batch belongs to."""
         if number:
-            self._microbatch(number - 1)  # a rank that does not read the task may not have come this far
+            self._microbatch(number - 1)  # a rank that does not read the task may lag behind
         return self._after[number // self._num_microbatches]
 
     def _microbatch(self, number: int) -> Microbatch:
@@ -201,8 +201,8 @@ class BalancedFeed(Feed):
                 del self._after[old]
                 self._steps.pop(old, None)
 
-    def _whole(self, microbatch: Microbatch) -> Batch:
-        """A decoded batch."""
+    def _decode_whole(self, microbatch: Microbatch) -> Batch:
+        """Decode a whole batch."""
         nest = self._decoder.decode(microbatch)
         self._forms.update(
             (name, (tuple(tensor.shape[self._num_dims(name) :]), tensor.dtype)) for name, tensor in nest.items()
@@ -211,18 +211,19 @@ class BalancedFeed(Feed):
         return replace(batch, fingerprint=self._digest(microbatch))
 
     def _num_dims(self, name: str) -> int:
-        """Dimensions in front of those of a row: items have one, tokens a sequence and a place in it."""
+        """The number of dimensions before those of a row: one for items (their number), two for tokens (sequence and
+        position)."""
         return 1 if name in item_entries(self.definition) else 2
 
     def _digest(self, microbatch: Microbatch) -> int:
         return digest(repr((microbatch.sequences, microbatch.lengths))) if self._compared else 0
 
-    def _announced(self, number: int, *, counts: bool = True) -> Batch:
+    def _batch_without_values(self, number: int, *, counts: bool = True) -> Batch:
         """A batch of which only the shapes are known so far."""
         entries, microbatch = item_entries(self.definition), self._microbatch(number)
         has_items = bool(microbatch.item_lengths and entries)
         if not self._forms or (has_items and not entries.keys() <= self._forms.keys()):
-            self._whole(microbatch)  # for the shapes of its entries
+            self._decode_whole(microbatch)  # decode one batch to learn the shapes of its entries
         nest = {}
         for name, (row, dtype) in self._forms.items():
             if name not in entries:
@@ -237,7 +238,7 @@ class BalancedFeed(Feed):
         tokens = microbatch.num_tokens
         if self.definition.tokens is not None and counts:
             if self.decodes_ahead:
-                tokens = self._take(number, None)
+                tokens = self._result_of(number, None)
             else:
                 tokens = int(self.definition.tokens(self._decoder.decode(microbatch, self._token_fields())))
         return Batch(
@@ -253,17 +254,17 @@ class BalancedFeed(Feed):
 
 
 class _BalancedLoad:
-    """Decodes a batch of a feed, ahead of time where it has worker processes."""
+    """Decodes a batch of a feed, ahead of time if there are worker processes."""
 
     def __init__(self, feed: BalancedFeed, number: int) -> None:
         self._feed, self._number = feed, number
 
     def start(self, wanted: Wanted) -> None:
         if self._feed.decodes_ahead:
-            self._feed._ask(self._number, wanted)
+            self._feed._request(self._number, wanted)
 
     def take(self, wanted: Wanted) -> Any:
         feed = self._feed
         if feed.decodes_ahead:
-            return feed._take(self._number, wanted)
+            return feed._result_of(self._number, wanted)
         return feed._decoder.decode(feed._microbatch(self._number), wanted)

@@ -36,11 +36,12 @@ from spindle.train.tracer import without_gradient
 if TYPE_CHECKING:
     from spindle.train.record import RecordedTask
 
-_LOSS = "loss_parts"  # in the `meta` of a node: a loss as parts that can be summed
+_LOSS = "loss_parts"  # key in the `meta` of a node: the loss as parts that can be summed over ranks
 
 
 def open_graph(task: RecordedTask, example: Any) -> fx.Graph | None:
-    """The graph of a task with its composites opened; None where there are none."""
+    """Replace the calls of composites in the graph of a task by calls of their parts. None if the task calls no
+    composite."""
     graph = fx.Graph()
     copies: dict[fx.Node, fx.Node] = {}
     graph.output(graph.graph_copy(task.graph, copies))
@@ -52,7 +53,7 @@ def open_graph(task: RecordedTask, example: Any) -> fx.Graph | None:
             continue
         try:
             opened = arguments.opened(call.name)
-        except Exception as error:  # the module's own code failed on fake tensors; it may still run as one module
+        except Exception as error:  # The module's own code failed on fake tensors; it may still run as one module.
             opened = failure_reason(error)
         if isinstance(opened, str):
             call.handle.closed_reason = opened
@@ -63,9 +64,9 @@ def open_graph(task: RecordedTask, example: Any) -> fx.Graph | None:
 
 
 def split_loss(graph: fx.Graph) -> tuple[fx.Graph | None, bool]:
-    """A graph that returns its loss as a total and a count, where the loss is a token mean inside an opened module; and
-    whether losses of parts of a batch sum to that of the whole without scaling."""
-    loss, metrics = _returned(graph)
+    """A graph that returns its loss as (total, count), if the loss is a token mean inside an opened module. Also
+    returns whether the losses of parts of a batch add up to the whole loss without scaling."""
+    loss, metrics = _loss_and_metrics(graph)
     kind, glue, variables = loss.meta.get(_LOSS, ("", None, {})) if isinstance(loss, fx.Node) else ("", None, {})
     if kind != "mean":
         return None, kind == "sum"
@@ -83,7 +84,7 @@ def split_loss(graph: fx.Graph) -> tuple[fx.Graph | None, bool]:
 
 
 def replace_in_losses(graph: fx.Graph, node: fx.Node, replacement: fx.Node) -> None:
-    """Compute losses that are split later from a different node."""
+    """Let a loss that is split later be computed from a different node."""
     for loss in graph.nodes:
         if _LOSS in loss.meta:
             kind, glue, variables = loss.meta[_LOSS]
@@ -91,8 +92,8 @@ def replace_in_losses(graph: fx.Graph, node: fx.Node, replacement: fx.Node) -> N
             loss.meta[_LOSS] = (kind, glue, moved)
 
 
-def _returned(graph: fx.Graph) -> tuple[Any, Any]:
-    """The loss that a task returns, and its metrics, or None."""
+def _loss_and_metrics(graph: fx.Graph) -> tuple[Any, Any]:
+    """The loss node that a task returns, and its metrics; None if there is no such loss."""
     result = next(node for node in graph.nodes if node.op == "output").args[0]
     if isinstance(result, fx.Node) and result.target is TaskResult:
         return result.args[0], result.args[1]
@@ -111,30 +112,30 @@ def _may_open(handle: ModuleHandle, node: fx.Node) -> bool:
 
 
 def _is_returned(node: fx.Node) -> bool:
-    """Whether the task returns part of what this call returns."""
-    result, _ = _returned(node.graph)
-    while isinstance(result, fx.Node) and result is not node and _accessor(result) is not None:
+    """Whether the task returns (part of) what this call returns."""
+    result, _ = _loss_and_metrics(node.graph)
+    while isinstance(result, fx.Node) and result is not node and _selection_of(result) is not None:
         result = result.args[0]
     return result is node
 
 
-def _is_given(value: Any) -> bool:
-    """Whether a value is a constant or an entry of the batch. What a task computes from a batch is another number for
-    each part of it."""
-    while isinstance(value, fx.Node) and _accessor(value) is not None:
+def _is_constant_or_entry(value: Any) -> bool:
+    """Whether a value is a constant or an entry of the batch. Anything computed from a batch differs between parts of
+    the batch."""
+    while isinstance(value, fx.Node) and _selection_of(value) is not None:
         value = value.args[0]
     return not isinstance(value, fx.Node) or value.op == "placeholder"
 
 
-def _accessor(node: fx.Node) -> Callable[[Any], Any] | None:
-    """What a node selects from its first argument, if it does nothing else."""
+def _selection_of(node: fx.Node) -> Callable[[Any], Any] | None:
+    """The item or attribute that a node selects from its first argument; None if the node does anything else."""
     if node.target in (getattr, operator.getitem) and len(node.args) == 2 and isinstance(node.args[1], str | int):
         return lambda value: node.target(value, node.args[1])  # type: ignore[operator]
     return None
 
 
 class _Arguments:
-    """The arguments of a task's calls, as fake tensors, for its batch and for one with a sample more."""
+    """The arguments of a task's calls as fake tensors, for its batch and for a batch with one more sample."""
 
     def __init__(self, task: RecordedTask, example: Any) -> None:
         self._calls = {call.name: call for call in task.calls}
@@ -148,7 +149,7 @@ class _Arguments:
         self._example = example
 
     def opened(self, name: str) -> OpenedComposite | str:
-        """A call of a composite, opened, or why that is impossible."""
+        """A composite's call split into calls of its parts, or the reason why that is impossible."""
         module = self._calls[name].handle.module
         opened = open_composite(module, *self._of(name, 0), lambda: self._values(name))
         if isinstance(opened, str) or opened.reads_values:
@@ -157,9 +158,9 @@ class _Arguments:
             larger = open_composite(module, *self._of(name, 1))
         except Exception:  # it may support only this number of samples
             return opened
-        if isinstance(larger, str) or _texts(opened) == _texts(larger):
+        if isinstance(larger, str) or _recorded_texts(opened) == _recorded_texts(larger):
             return opened
-        # Recorded code is right for this number of samples only. The module's own code is for any.
+        # The recorded code only holds for this number of samples. The module's own code handles any.
         return open_composite(module, *self._of(name, 0), lambda: self._values(name), records=False)
 
     def _of(self, name: str, which: int) -> tuple[Any, Any]:
@@ -169,14 +170,14 @@ class _Arguments:
             outputs = [self._output(source, which) for source in call.sources]
             with mode:
                 args, kwargs = call.arguments(self._batches[which], *outputs)
-        except Exception:  # code before it reads values, which fake tensors do not have
+        except Exception:  # code before the call reads values, which fake tensors do not have
             if which:
                 raise
             args, kwargs = tree_map(lambda leaf: fake_like(mode, leaf), self._values(name))
         return args, kwargs
 
     def _values(self, name: str) -> tuple[Any, Any]:
-        """The arguments of a call on the real batch, where modules return zeros."""
+        """The arguments of a call for the real batch, with modules that return zeros."""
         call = self._calls[name]
         outputs = [zero_output(self._calls[source].handle.module, *self._values(source)) for source in call.sources]
         args, kwargs = call.arguments(self._example, *outputs)
@@ -201,8 +202,8 @@ def _fake(mode: FakeTensorMode, leaf: Any, rows: int, more: int) -> Any:
         )
 
 
-def _texts(opened: OpenedComposite) -> list[str]:
-    """Text that must be equal for every number of samples."""
+def _recorded_texts(opened: OpenedComposite) -> list[str]:
+    """The recorded code as text, which must be equal for every number of samples."""
     texts = [f"{call.path} {call.glue.run.__qualname__} {call.glue.inputs} {call.is_detached}" for call in opened.calls]
     return [*texts, opened.output(opened.index).run.__qualname__]
 
@@ -235,12 +236,12 @@ def _part(handle: ModuleHandle, call: PartCall) -> ModuleHandle:
 
 
 def _input_nodes(graph: fx.Graph, node: fx.Node, opened: OpenedComposite) -> dict[str, Any]:
-    """What the task passes to a composite, by variable."""
-    args, kwargs = _thawed(node.args[1:]), _thawed(node.kwargs)
+    """The nodes that the task passes to a composite, by variable of the recording."""
+    args, kwargs = _as_plain_containers(node.args[1:]), _as_plain_containers(node.kwargs)
     leaves = matched_leaves(opened, args, kwargs)
     if leaves is None or any(
         isinstance(leaf, fx.Node) and name is None for leaf, name in zip(leaves, opened.inputs, strict=True)
-    ):  # one of its arguments is a nest that another module returned
+    ):  # one of the arguments is a nest that another module returned
 
         def flattened(args: Any, kwargs: Any) -> list[Any]:
             values = matched_leaves(opened, args, kwargs)
@@ -252,30 +253,30 @@ def _input_nodes(graph: fx.Graph, node: fx.Node, opened: OpenedComposite) -> dic
     return {name: leaf for name, leaf in zip(opened.inputs, leaves, strict=True) if name is not None}
 
 
-def _thawed(nest: Any) -> Any:
-    """Arguments of a node as plain tuples, lists and dicts."""
+def _as_plain_containers(nest: Any) -> Any:
+    """The arguments of a node as plain tuples, lists and dicts."""
     if isinstance(nest, dict):
-        return {key: _thawed(value) for key, value in nest.items()}
+        return {key: _as_plain_containers(value) for key, value in nest.items()}
     if isinstance(nest, tuple) and hasattr(nest, "_fields"):
-        return type(nest)(*map(_thawed, nest))
+        return type(nest)(*map(_as_plain_containers, nest))
     if isinstance(nest, list):
-        return [_thawed(value) for value in nest]
-    return tuple(map(_thawed, nest)) if isinstance(nest, tuple) else nest
+        return [_as_plain_containers(value) for value in nest]
+    return tuple(map(_as_plain_containers, nest)) if isinstance(nest, tuple) else nest
 
 
 def _replace_uses(
     graph: fx.Graph, node: fx.Node, opened: OpenedComposite, index: Any, variables: dict[str, Any]
 ) -> None:
-    """Compute what users of a composite's output take from it, and no more."""
+    """Compute only what the users of a composite's output take from it."""
     users = list(node.users)
-    accessors = [_accessor(user) for user in users]
+    accessors = [_selection_of(user) for user in users]
     if type(index) is not int and all(accessors):
         for user, accessor in zip(users, accessors, strict=True):
             assert accessor is not None
             try:
                 part = accessor(index)
             except (AttributeError, KeyError, IndexError, TypeError):
-                break  # a method, or a missing attribute: pass the object itself
+                break  # a method call or a missing attribute: pass the object itself
             _replace_uses(graph, user, opened, part, variables)
             graph.erase_node(user)
         else:
@@ -291,7 +292,7 @@ def _replace_uses(
             value = graph.call_function(glue.run, tuple(variables[name] for name in glue.inputs))
             copy_line(node, value)
             parts = opened.loss_parts(index) if type(index) is int else None
-            if parts is not None and all(_is_given(variables[name]) for name in parts[2]):
+            if parts is not None and all(_is_constant_or_entry(variables[name]) for name in parts[2]):
                 value.meta[_LOSS] = (*parts[:2], dict(variables))
     if isinstance(value, fx.Node):
         node.replace_all_uses_with(value)

@@ -18,22 +18,22 @@ from spindle.program import Slice
 from spindle.run import TensorSpec, World, reshard
 from spindle.train.optimizer_reshard import OptimizerState, State
 
-AVERAGE, AVERAGED_STEPS = "spindle.ema", "spindle.ema_steps"  # entries in the optimizer's state of a parameter
+AVERAGE, AVERAGED_STEPS = "spindle.ema", "spindle.ema_steps"  # entries in a parameter's optimizer state
 
 
 class WeightAverage:
-    """The average of the parameters that this rank updates."""
+    """The moving averages of the parameters that this rank updates."""
 
     def __init__(
         self, decay: float, named: Sequence[tuple[str, nn.Parameter]], states: Mapping[str, State], num_steps: int
     ) -> None:
-        """`states` are those of an earlier plan's parameters; `num_steps` have run."""
+        """`states` are the averages from an earlier plan; `num_steps` steps have run."""
         self._decay, self._named = decay, list(named)
         self._averages: list[torch.Tensor] = []
         for name, parameter in self._named if num_steps else ():
             state = states.get(name, {})
             average = state.get(AVERAGE) if AVERAGED_STEPS in state else None
-            if average is None:  # it was frozen, or of no task, so that it has not changed
+            if average is None:  # It was frozen, or no task used it, so it has not changed meanwhile.
                 average = _as_average(parameter)
             else:
                 average = average.to(parameter.device)
@@ -41,7 +41,7 @@ class WeightAverage:
             self._averages.append(average)
 
     def update(self) -> None:
-        """Average the weights of another step."""
+        """Add the weights after another step to the averages."""
         parameters = [_as_average(parameter, copies=False) for _, parameter in self._named]
         if not self._averages:
             self._averages = [parameter.clone() for parameter in parameters]
@@ -49,7 +49,7 @@ class WeightAverage:
             torch._foreach_lerp_(self._averages, parameters, 1 - self._decay)
 
     def states(self, num_steps: int) -> dict[str, dict[str, Any]]:
-        """The entries for the optimizer's state of each parameter, after `num_steps` steps."""
+        """The entries that a checkpoint keeps in the optimizer state of each parameter, after `num_steps` steps."""
         names = [name for name, _ in self._named] if self._averages else []
         return {
             name: {AVERAGE: average, AVERAGED_STEPS: num_steps}
@@ -62,12 +62,12 @@ class WeightAverage:
 
 
 def without_average(state: State) -> dict[str, Any]:
-    """A parameter's state without the average, as its optimizer knows it."""
+    """A parameter's optimizer state without its average."""
     return {key: value for key, value in state.items() if key not in (AVERAGE, AVERAGED_STEPS)}
 
 
 def move_towards(average: torch.Tensor, parameter: torch.Tensor, decay: float, num_steps: int) -> None:
-    """Average a parameter over steps in which it did not change."""
+    """Update the average of a parameter for steps in which it did not change."""
     if num_steps:
         average.lerp_(parameter.detach().to(average), 1 - decay**num_steps)
 
@@ -81,11 +81,11 @@ def _as_average(parameter: torch.Tensor, *, copies: bool = True) -> torch.Tensor
 def averaged_weights(
     world: World, state: OptimizerState, parameters: Mapping[str, nn.Parameter], decay: float
 ) -> Iterator[None]:
-    """A context in which parameters hold their averages. Every rank must hold all parameters, which are given by name,
-    and its share of the optimizer's state; all ranks call it."""
+    """A context in which parameters hold their averages. Every rank must hold all `parameters`, and its share of the
+    optimizer state. All ranks must call this."""
     weights = {name: parameters[name].data for name in parameters}
     try:
-        for name, average, num_steps in _gathered(world, state, parameters):
+        for name, average, num_steps in _gather_averages(world, state, parameters):
             move_towards(average, weights[name], decay, num_steps)
             parameters[name].data = average.to(weights[name])
         yield
@@ -94,16 +94,16 @@ def averaged_weights(
             parameters[name].data = weight
 
 
-def _gathered(
+def _gather_averages(
     world: World, state: OptimizerState, parameters: Mapping[str, nn.Parameter]
 ) -> Iterator[tuple[str, torch.Tensor, int]]:
-    """The whole average of each parameter that has one, and for how many steps it was not updated."""
-    mine = {
+    """The whole average of each parameter that has one, and the number of steps for which it was not updated."""
+    own_slices = {
         name: (values[AVERAGE].dtype, values[AVERAGED_STEPS])
         for name, values in state.states.items()
         if AVERAGE in values and name in parameters
     }
-    tables = world.broadcast_object(world.gather_objects((mine, state.num_steps)))
+    tables = world.broadcast_object(world.gather_objects((own_slices, state.num_steps)))
     last_step = max(num_steps for _, num_steps in tables)
     described = {name: entry for table, _ in tables for name, entry in table.items()}
     old = {
@@ -112,10 +112,10 @@ def _gathered(
     }
     wholes = {name: Slice.whole(parameters[name].shape) for name in described}
     everywhere = {name: dict.fromkeys(range(world.size), whole) for name, whole in wholes.items()}
-    tensors = {name: state.states[name][AVERAGE].to(world.device) for name in mine}
+    tensors = {name: state.states[name][AVERAGE].to(world.device) for name in own_slices}
     specs = {name: TensorSpec(dtype, world.device) for name, (dtype, _) in described.items()}
     for name, average in reshard(world, old, everywhere, tensors, specs):
         assert average is not None
-        if name in tensors and average is tensors[name]:  # a copy, because training will change it
+        if name in tensors and average is tensors[name]:  # a copy, because training continues to change it
             average = average.clone()
         yield name, average, last_step - described[name][1]

@@ -35,8 +35,9 @@ _END = object()
 
 @contextmanager
 def whole_weights(session: TrainSession, *, ema: bool, is_fitting: bool) -> Iterator[None]:
-    """A context in which every rank has all weights, or with `ema` their averages; during a fit they are gathered
+    """A context in which every rank has all weights, or with `ema` their averages. During a fit they are gathered
     first."""
+    session.callbacks.has_gathered = True
     decay = session.config.ema
     if ema and decay is None:
         raise TrainingError("ema=True: there is no average of the weights; give the Trainer ema=0.999, for example")
@@ -55,7 +56,7 @@ def whole_weights(session: TrainSession, *, ema: bool, is_fitting: bool) -> Iter
 
 
 def state_dict(session: TrainSession) -> dict[str, torch.Tensor]:
-    """Weights and buffers of all modules, by name; every rank must have all of them."""
+    """Weights and buffers of all modules by name. Every rank must have all of them."""
     handles = root_handles(session.handles or handles_of(record_all(session.config.tasks)))
     return {
         f"{name}.{path}": value
@@ -73,7 +74,8 @@ def evaluate(
     *,
     share_weights: bool,
 ) -> dict[str, float]:
-    """The mean loss of each task over its loader, or over its first `steps` batches, and its metrics by `task/name`."""
+    """The mean loss of each task over its loader, or over the first `steps` batches of it, and its metrics by
+    `task/name`."""
     tasks = {task.name: task for task in config.tasks}
     names: list[str] = []
     sums: list[torch.Tensor] = []
@@ -82,7 +84,7 @@ def evaluate(
             raise TrainingError(f"evaluate: {name!r} is not a task (tasks: {', '.join(tasks)})")
         if isinstance(loader, Balanced):
             raise TrainingError(f"evaluate: balanced data, as of task {name!r}, have no end; give a loader of batches")
-        loss, metrics = _sums(tasks[name], loader, steps, state, config, world, share_weights)
+        loss, metrics = _loss_and_metric_sums(tasks[name], loader, steps, state, config, world, share_weights)
         names += [name, *(f"{name}/{metric}" for metric in metrics)]
         sums += [loss, *metrics.values()]
     totals = sum(world.start_all_gather(torch.stack(sums)).wait()) if sums else torch.zeros(0, 2)
@@ -94,7 +96,7 @@ def evaluate(
     return means
 
 
-def _sums(
+def _loss_and_metric_sums(
     task: TaskDefinition,
     loader: Iterable[Any],
     steps: int | None,
@@ -103,15 +105,15 @@ def _sums(
     world: World,
     share_weights: bool,
 ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-    """A rank's sum of losses and its divisor: the counts of a `spindle.mean`, else the number of samples; and total and
-    count of each metric, the same metrics on all ranks."""
+    """This rank's sum of losses and its divisor (the counts of a `spindle.mean`, otherwise the number of samples), and
+    the total and count of each metric. The metrics are the same on all ranks."""
     sums = torch.zeros(2, dtype=torch.float64)
     metrics: dict[str, torch.Tensor] = {}
     seen: dict[str, nn.Module] = {}
     forms: set[str] = set()
     with ExitStack() as after, torch.no_grad(), autocast_of(config, world):
         for number, nest in enumerate(islice(_batches(loader, task.batch_size, state), steps)):
-            recorder.num_events += 1  # an evaluation in `on_step` may take long
+            recorder.num_events += 1  # an evaluation in `on_step` may take longer than the limit for hung ranks
             if is_empty(nest):
                 continue
             form = form_of_batch(nest)
@@ -124,10 +126,10 @@ def _sums(
                     if name not in seen:
                         compare_attributes(world, {name: handle})
                         seen[name] = handle.module.to(world.device)
-                        after.callback(_restored(handle.module))
+                        after.callback(_mode_restorer(handle.module))
                         handle.module.eval()
                         if share_weights:
-                            _share(handle.module, world)
+                            _broadcast_weights(handle.module, world)
             if number % world.size == world.rank:
                 loss = task(on_device(nest, world.device))
                 num_samples = _num_samples(nest)
@@ -143,13 +145,15 @@ def _sums(
 
 
 def _num_samples(nest: Any) -> int:
-    """The most common length of a batch's tensors: which tensors have rows is known only for training batches."""
+    """The most common length of a batch's tensors. (Which tensors have one row per sample is known only for training
+    batches.)"""
     lengths = [len(leaf) for leaf in tree_leaves(nest) if isinstance(leaf, torch.Tensor) and leaf.dim() and len(leaf)]
     return max(lengths, key=lengths.count)
 
 
 def _batches(loader: Any, batch_size: int, state: RandomState) -> Iterator[Any]:
-    """Batches in the same order on all ranks, whatever else they draw. A dataset is read in its own order."""
+    """The batches of a loader, in the same order on all ranks whatever else they draw. A dataset is read in its own
+    order."""
     loader = by_number(loader)
     if isinstance(loader, Dataset) and not isinstance(loader, IterableDataset):
         loader = DataLoader(loader, batch_size)
@@ -165,8 +169,8 @@ def _batches(loader: Any, batch_size: int, state: RandomState) -> Iterator[Any]:
         yield plain(nest)
 
 
-def _restored(module: nn.Module) -> Any:
-    """A function that restores the training mode of a module's parts."""
+def _mode_restorer(module: nn.Module) -> Any:
+    """A function that restores the train or eval mode of all submodules."""
     modes = [(part, part.training) for part in module.modules()]
 
     def restore() -> None:
@@ -176,7 +180,7 @@ def _restored(module: nn.Module) -> Any:
     return restore
 
 
-def _share(module: nn.Module, world: World) -> None:
+def _broadcast_weights(module: nn.Module, world: World) -> None:
     """Broadcast rank 0's weights, as the first fit would."""
     tensors = [*module.parameters(), *module.buffers()]
     send_tensors(world, tensors, [0] * len(tensors), range(world.size))

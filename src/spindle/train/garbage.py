@@ -13,13 +13,13 @@ from contextlib import contextmanager
 
 
 class _State:
-    is_frozen = False  # by `frozen_objects`
+    is_frozen = False  # whether `frozen_objects` has frozen objects
 
 
 @contextmanager
 def frozen_objects() -> Iterator[None]:
-    """Keep the objects that exist now out of collections. Does nothing if other code has frozen objects: they would be
-    unfrozen afterwards."""
+    """Exclude the objects that exist now from garbage collection. Does nothing if other code has frozen objects,
+    because they would be unfrozen afterwards."""
     if _State.is_frozen or gc.get_freeze_count():
         yield
         return
@@ -33,7 +33,7 @@ def frozen_objects() -> Iterator[None]:
 
 
 def collect_all() -> None:
-    """Collect garbage among the objects that `frozen_objects` has frozen, too, such as those of a dropped plan. Objects
+    """Also collect garbage among the objects that `frozen_objects` has frozen, such as those of a dropped plan. Objects
     that other code has frozen stay frozen."""
     if not _State.is_frozen:
         gc.collect()

@@ -16,14 +16,14 @@ import torch
 
 @dataclass(frozen=True, slots=True)
 class ScaleState:
-    """The scale, and the steps since it last changed."""
+    """The loss scale, and the number of steps since it last changed."""
 
     scale: float
     growth_steps: int
 
 
 class LossScale:
-    """One rank's copy of the scale; `settings` has its start, factors and interval, and is not changed."""
+    """One rank's copy of the loss scale. `settings` has its initial value, factors and interval; it is not modified."""
 
     def __init__(self, settings: torch.amp.GradScaler, device: torch.device, state: ScaleState | None) -> None:
         self._settings = settings
@@ -33,7 +33,7 @@ class LossScale:
         self._growth_steps = torch.full((), state.growth_steps, dtype=torch.int32, device=device)
 
     def unscale(self, gradients: Iterable[torch.Tensor]) -> torch.Tensor:
-        """Divide gradients by the scale. Returns 1.0 where one of them is not finite, else 0.0."""
+        """Divide gradients by the scale. Returns 1.0 if any of them is not finite, otherwise 0.0."""
         found_inf = torch.zeros((), dtype=torch.float32, device=self.scale.device)
         inverse = self.scale.double().reciprocal().float()
         by_dtype: dict[torch.dtype, list[torch.Tensor]] = {}
@@ -44,8 +44,8 @@ class LossScale:
         return found_inf
 
     def update(self, found_inf: torch.Tensor) -> None:
-        """Lower the scale, or raise it after enough steps; `found_inf` is above 0 if any rank's gradients are not
-        finite."""
+        """Lower the scale, or raise it after enough steps. `found_inf` is above 0 if any rank has gradients that are
+        not finite."""
         settings = self._settings
         torch._amp_update_scale_(
             self.scale,
@@ -62,8 +62,8 @@ class LossScale:
 
 
 def step_unless(optimizer: torch.optim.Optimizer, found_inf: torch.Tensor) -> None:
-    """Run the optimizer's step unless `found_inf` is above 0. A fused one decides on the GPU; for others the host waits
-    for it, as torch's `GradScaler` does."""
+    """Run the optimizer's step unless `found_inf` is above 0. A fused optimizer decides on the GPU; for any other, the
+    host waits for `found_inf`, as torch's `GradScaler` does."""
     if getattr(optimizer, "_step_supports_amp_scaling", False):
         vars(optimizer).update(grad_scale=None, found_inf=found_inf)
         try:

@@ -23,13 +23,13 @@ from spindle.train.feed import Batch
 _READ, _PARTIAL, _SIGNATURE, _TOKENS, _ROWS, _FINGERPRINT, _VARIANT = range(7)
 _NUM_COLUMNS = 7
 _CHANGES, _STOPS, _SAVES, _WRITTEN, _BUSY = range(-5, 0)
-MicroSteps = Sequence[Mapping[str, Batch]]  # by micro-step and task
-Table = list[list[float]]  # of all ranks
+MicroSteps = Sequence[Mapping[str, Batch]]  # batches by micro-step and task
+Table = list[list[float]]  # the headers of all ranks
 
 
 @dataclass(frozen=True, slots=True)
 class BatchHeader:
-    """A task's batch, on which all ranks that read it agree; `reader` is the first of these."""
+    """A task's batch, on which all ranks that read it agree. `reader` is the first of these ranks."""
 
     reader: int
     num_rows: int
@@ -48,7 +48,7 @@ def header_row(
     saves: int = 0,
     written: int = 0,
 ) -> torch.Tensor:
-    """This rank's header: float64, `micro_steps` x `names` x columns, then the report of an earlier step, and five
+    """This rank's header, as float64: `micro_steps` x `names` x columns, then the report of an earlier step, then five
     numbers."""
     row: list[float] = []
     for batches in micro_steps:
@@ -75,14 +75,16 @@ def reports_in(table: Table, num_columns: int) -> Table:
 
 
 def idle_in(table: Table) -> float | None:
-    """The idle share of the last timed step, averaged over ranks; None before there is one."""
+    """The idle share of the last timed step, averaged over ranks; None if no step was timed yet."""
     busy_shares = [row[_BUSY] for row in table if not math.isnan(row[_BUSY])]
     return 1 - sum(busy_shares) / len(busy_shares) if busy_shares else None
 
 
 def check_first_batches(examples: Mapping[str, Any], world: World) -> None:
-    """Refuse first batches of tasks whose values differ between ranks. All ranks read these, to trace the tasks; later
-    batches are compared among the ranks that read them under their plan."""
+    """Refuse first batches that differ between ranks.
+
+    All ranks read the first batches, to trace the tasks. Later batches are compared among the ranks that read them.
+    """
     if world.size > 1:
         fingerprints = torch.tensor([fingerprint_of(nest) for nest in examples.values()], dtype=torch.float64)
         reference, *by_rank = world.start_all_gather(fingerprints).wait()
@@ -113,12 +115,13 @@ def saves_in(table: Table) -> int:
 
 
 def written_in(table: Table) -> list[int]:
-    """`Saver.written` of each rank: which checkpoint it has written."""
+    """Which checkpoint each rank has written (`Saver.written`)."""
     return [int(row[_WRITTEN]) for row in table]
 
 
 def check_changes(table: Table, calls: Sequence[str], step: int) -> None:
-    """Refuse changes of tasks and plan that not all ranks have requested; `calls` are this rank's, for the message."""
+    """Refuse changes of tasks or plan that not all ranks have requested. `calls` are this rank's calls, for the
+    message."""
     counts = [int(row[_CHANGES]) for row in table]
     fewest, most = min(counts), max(counts)
     if fewest != most:
@@ -132,7 +135,7 @@ def check_changes(table: Table, calls: Sequence[str], step: int) -> None:
 def read_batch_headers(
     table: Table, names: Sequence[str], num_micro_steps: int, step: int
 ) -> list[dict[str, BatchHeader]]:
-    """The batches of each micro-step, on which all ranks that read them must agree. Tasks without rows are left out."""
+    """The batches of each micro-step. All ranks that read a batch must agree on it. Tasks without rows are left out."""
     micro_steps = []
     for micro_step in range(num_micro_steps):
         headers: dict[str, BatchHeader] = {}
@@ -143,7 +146,7 @@ def read_batch_headers(
             if not columns:
                 continue
             reader, reference = columns[0]
-            # Parts of a batch have different shapes on different ranks; all signatures together identify the whole
+            # Parts of a batch have different shapes on different ranks, so all signatures together identify the whole
             # batch. Rows, fingerprint and variant are those of the whole batch on every rank.
             is_partial = any(entries[_PARTIAL] for _, entries in columns)
             signature = int(reference[_SIGNATURE])

@@ -16,7 +16,7 @@ _Check = Callable[..., None]
 
 
 class IndexChecks(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """A context in which an index that is out of range raises an IndexError. Each check waits for the GPU."""
+    """A context in which an index that is out of range raises an IndexError. Every check waits for the GPU."""
 
     supports_higher_order_operators = True
 
@@ -39,7 +39,7 @@ def _check(index: Any, first: int, end: int, ignored: int | None = None) -> None
 
 
 def _check_each(values: torch.Tensor, indices: Iterable[torch.Tensor | None], *_: Any) -> None:
-    """`values[indices]`. A mask stands for as many dimensions as it has itself."""
+    """Check `values[indices]`. A mask indexes as many dimensions as it has itself."""
     dimension = 0
     for index in indices:
         is_mask = index is not None and index.dtype in (torch.bool, torch.uint8)
@@ -78,7 +78,7 @@ def _check_places(values: torch.Tensor, mask: torch.Tensor, source: torch.Tensor
         raise IndexError(f"a mask has {num_places} places for {source.numel()} values")
 
 
-# By the names of ATen's operators, without the underscore of those that write in place.
+# By ATen operator, without the trailing underscore of in-place variants.
 _CHECKS: dict[str, _Check] = {
     **dict.fromkeys(("index", "index_put", "_index_put_impl", "_unsafe_index", "_unsafe_index_put"), _check_each),
     **dict.fromkeys(("gather", "scatter", "scatter_add", "scatter_reduce"), _check_along),

@@ -16,7 +16,7 @@ from spindle.profile import Curve, ItemTimes, Profile, all_to_all_s
 from spindle.run import ItemCode, LayersCode, Lengths, OpCode, SequenceCode
 from spindle.workload import LayerCost, items_in_parts
 
-WHOLE_CALLS = 1 << 60  # as the size of parts: all items of a call are one
+WHOLE_CALLS = 1 << 60  # as the size of parts: all items of a call form one part
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,9 +29,11 @@ class BatchItems:
 
 @dataclass(frozen=True, slots=True)
 class PartSettings:
-    """How item calls become parts: of about so many rows each, or not at all. `measured` has, by variant, the batch on
-    which times were measured, and `sequence_degrees`, by module, how many devices may share an item, where that is
-    limited."""
+    """How item calls are split into parts of about `part_tokens` rows each, or not at all.
+
+    `measured` has, by variant, the batch on which times were measured. `sequence_degrees` limits, by module, how many
+    devices may share an item.
+    """
 
     part_tokens: int | None
     measured: Mapping[str, BatchItems]
@@ -43,14 +45,47 @@ class PartSettings:
 
 
 def groups_of_ops(graph: MetaGraph, code: Sequence[OpCode], positions: Sequence[int]) -> list[list[int]]:
-    """Ops of item calls among these, in groups that read each other, each in an order of the flows."""
+    """The ops of item calls at these positions that may run in parts, in groups whose calls read each other, each in
+    topological order."""
     groups: list[list[int]] = []
+    modules = modules_in_parts(graph, code)
     for position in graph.order:
-        if position in positions and item_code(code[position]) is not None:
+        if position in positions and graph.metaops[position].module in modules and item_code(code[position]):
             joined = [group for group in groups if not set(graph.predecessors[position]).isdisjoint(group)]
             groups = [group for group in groups if group not in joined]
             groups.append([*(op for group in joined for op in group), position])
     return groups
+
+
+def modules_in_parts(graph: MetaGraph, code: Sequence[OpCode]) -> set[str]:
+    """The modules whose item calls may run in parts, on any rank."""
+    return _item_modules(graph, code) - undivided_modules(graph, code).keys()
+
+
+def undivided_modules(graph: MetaGraph, code: Sequence[OpCode]) -> dict[str, str]:
+    """The modules with item calls that run in the pipeline like all others, and why: on several ranks, each would have
+    seen some of the calls that change it; and a part cannot wait for the pipeline, as a projector does through which
+    embeddings of tokens pass, too."""
+    reasons = {
+        op.module: "its calls change it (running statistics?)"
+        for op, each in zip(graph.metaops, code, strict=True)
+        if op.module and (known := item_code(each)) is not None and known.changes_module
+    }
+    modules = _item_modules(graph, code) - reasons.keys()
+    while True:
+        waiting = {
+            op.module
+            for producer, consumer in graph.edges
+            if (op := graph.metaops[consumer]).module in modules and graph.metaops[producer].module not in modules
+        }
+        if not waiting:
+            return reasons
+        modules -= waiting
+        reasons |= {module: "it also reads outputs of modules in the pipeline" for module in waiting if module}
+
+
+def _item_modules(graph: MetaGraph, code: Sequence[OpCode]) -> set[str]:
+    return {op.module for op, each in zip(graph.metaops, code, strict=True) if op.module and item_code(each)}
 
 
 def item_code(code: OpCode) -> ItemCode | None:
@@ -60,7 +95,7 @@ def item_code(code: OpCode) -> ItemCode | None:
 def parts_of_group(
     group: Sequence[int], code: Sequence[OpCode], batch: BatchItems, part_tokens: int
 ) -> list[list[int]]:
-    """The items of each part of a group; none where the batch has no items."""
+    """The items of each part of a group. Empty if the batch has no items."""
     first = item_code(code[group[0]])
     assert first is not None
     num_items = first.num_items(batch.nest, batch.lengths)
@@ -88,7 +123,7 @@ def part_op(
     lengths: Sequence[int],
     whole: int,
 ) -> MetaOp:
-    """The op of one part; `whole` is the length of all items on which the op's cost was traced."""
+    """The op of one part. `whole` is the total length of the items for which the op's cost was traced."""
     assert op.cost is not None
     share = sum(lengths[item] for item in items) / max(1, whole)
     return replace(
@@ -104,8 +139,8 @@ def part_op(
 
 
 def part_curve(curve: Curve, times: ItemTimes | None, lengths: Sequence[int], whole: int) -> Curve:
-    """The times of a part on one device: from those of single items where they were measured, else by its share of the
-    `whole` length."""
+    """The times of a part on one device: the sum over its items if single items were measured, otherwise its share of
+    the `whole` length."""
     if times is None:
         return curve.scaled(sum(lengths) / max(1, whole))
     forward_s, backward_s = times.of_part(lengths, (curve.forward_s[0], curve.backward_s[0]))
@@ -121,8 +156,10 @@ def shared_curve(
     profile: Profile,
     most_devices: int | None,
 ) -> Curve:
-    """The times of a part of one item, also on the sequence groups that may share it. `curve` has those on one device,
-    and `layer` is the number of its layer in the call."""
+    """The times of a part with a single item, on one device and on the sequence groups that may share it.
+
+    `curve` has the times on one device. `layer` is the number of the layer in its call.
+    """
     most = max(island.num_devices for island in profile.cluster.islands)
     most = most if most_devices is None else min(most, most_devices)
     degrees = [degree for degree in sequence.degrees if degree <= most and sequence.allows(length, degree)]
@@ -135,10 +172,11 @@ def shared_curve(
         if layer < sequence.whole_layers:
             share = 1.0
         elif sequence.exchanged_bytes[layer]:
-            # Queries, keys and values in one all-to-all, the output in another; in backward their gradients.
+            # Queries, keys and values take one all-to-all, the output another; in backward, their gradients likewise.
             exchange_s = all_to_all_s(sequence.exchanged_bytes[layer] * longest, degree, profile.exchange_link, count=2)
         for pass_s, alone, launch_s in zip((forward_s, backward_s), alone_s, curve.launch_s, strict=True):
-            # Shorter slices attend to as many tokens; and no slice takes less time than a whole item of its length.
+            # A shorter slice attends to just as many tokens, and takes no less time than a whole item of the slice's
+            # length.
             pass_s.append(max(share * pass_s[0], min(alone, pass_s[0]), launch_s) + exchange_s)
     return replace(curve, num_devices=(1, *degrees), forward_s=tuple(forward_s), backward_s=tuple(backward_s))
 

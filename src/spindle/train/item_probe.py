@@ -20,16 +20,16 @@ from spindle.train.record import RecordedCall
 from spindle.train.trace import TracedTask
 
 _SEED = 20240611
-_MOST_TERM = 64  # of a ratio of rows to lengths
-# Of values that the same kernels compute, and of those that kernels for other sizes do, which round differently.
+_MOST_TERM = 64  # the largest denominator in a ratio of rows to lengths
+# Tolerances for values from the same kernels, and from kernels for other sizes, which round differently.
 _TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-4}
 _TOLERANCE_OF_SIZES = {torch.float64: 1e-9, torch.float32: 1e-3}
 _HALF, _HALF_OF_SIZES = 1e-2, 0.1
 
 
 def probe_items(task: TracedTask, batch: Any, is_random: set[str]) -> tuple[dict[str, ItemCode], dict[str, str]]:
-    """The item calls of a task, by name, and why those that stay whole do; `is_random` are calls that draw random
-    numbers."""
+    """The item calls of a task by name, and the reasons why others are not divided. `is_random` are calls that draw
+    random numbers."""
     codes: dict[str, ItemCode] = {}
     reasons: dict[str, str] = {}
     calls = {call.name: call for call in task.recorded.calls}
@@ -43,8 +43,8 @@ def probe_items(task: TracedTask, batch: Any, is_random: set[str]) -> tuple[dict
         if num_items == 0:
             continue
         try:
-            rows, reason = _try_group(members, batch, whole, lengths, num_items, is_random)
-        except Exception as error:  # the user's code, on fewer items than it may expect
+            rows, reason = _probe_group(members, batch, whole, lengths, num_items, is_random)
+        except Exception as error:  # the user's code may fail on fewer items than it expects
             text = (str(error).splitlines() or [""])[0][:200]
             rows, reason = {}, f"it does not run on some of its items ({type(error).__name__}: {text})"
         if reason:
@@ -54,7 +54,7 @@ def probe_items(task: TracedTask, batch: Any, is_random: set[str]) -> tuple[dict
     return codes, reasons
 
 
-def _try_group(
+def _probe_group(
     calls: Sequence[RecordedCall],
     batch: Any,
     code: ItemCode,
@@ -62,8 +62,8 @@ def _try_group(
     num_items: int,
     is_random: set[str],
 ) -> tuple[dict[str, tuple[ItemRows | None, ...]], str]:
-    """The rows of the outputs of each call, and why the group must stay whole, if it must."""
-    if num_items == 1:  # and a copy of it
+    """The number of output rows of each call per item, and the reason why the group must not be divided, if any."""
+    if num_items == 1:  # the item and a copy of it
         batch, num_items = cut_items(batch, code, lengths, [0, 0]), 2
         lengths = {name: 2 * rows for name, rows in lengths.items()}
     entry = code.length_entry
@@ -77,46 +77,47 @@ def _try_group(
     def run(batch: Any, items: Sequence[int]) -> dict[str, list[Any]]:
         return _run(calls, cut_items(batch, code, lengths, items))
 
-    together = run(batch, pair)
-    apart = {item: run(batch, [item]) for item in {*single, *pair}}
-    changed = [run(_with_noise(batch, code, lengths, item), pair) for item in pair]
+    pair_outputs = run(batch, pair)
+    single_outputs = {item: run(batch, [item]) for item in {*single, *pair}}
+    outputs_with_noise = [run(_with_noise(batch, code, lengths, item), pair) for item in pair]
     rows: dict[str, tuple[ItemRows | None, ...]] = {}
     for call in calls:
         name = call.name
-        found: list[ItemRows | None] = []
-        for leaf, both in enumerate(together[name]):
-            singles = {item: outputs[name][leaf] for item, outputs in apart.items()}
-            one, other = singles[first], singles[second]
-            if not isinstance(both, torch.Tensor):
-                found.append(None)
-                if both != one:
+        leaf_rows: list[ItemRows | None] = []
+        for leaf, pair_output in enumerate(pair_outputs[name]):
+            singles = {item: outputs[name][leaf] for item, outputs in single_outputs.items()}
+            first_output, second_output = singles[first], singles[second]
+            if not isinstance(pair_output, torch.Tensor):
+                leaf_rows.append(None)
+                if pair_output != first_output:
                     return {}, "a value that it returns depends on how many items there are"
                 continue
-            axis = _item_axis(one, other, both)
+            axis = _item_axis(first_output, second_output, pair_output)
             if axis is None:
                 return {}, "its output has no rows for each item"
             counts = {of_item[item]: output.shape[axis] for item, output in singles.items()}
             item_rows = row_rule(axis, entry, counts)
             if item_rows is None:
                 return {}, "the rows of an item's output do not follow from its length"
-            found.append(item_rows)
-            size = one.shape[axis]
-            mine = both.narrow(axis, 0, size), both.narrow(axis, size, both.shape[axis] - size)
-            for number, again in enumerate(changed):
-                kept = 1 - number  # the item whose values did not change
-                theirs = again[name][leaf].narrow(axis, size * kept, mine[kept].shape[axis])
-                if not _alike(mine[kept], theirs):
+            leaf_rows.append(item_rows)
+            size = first_output.shape[axis]
+            halves = pair_output.narrow(axis, 0, size), pair_output.narrow(axis, size, pair_output.shape[axis] - size)
+            for number, noisy in enumerate(outputs_with_noise):
+                unchanged = 1 - number  # the item whose values were not changed
+                expected = noisy[name][leaf].narrow(axis, size * unchanged, halves[unchanged].shape[axis])
+                if not _all_close(halves[unchanged], expected):
                     return {}, "its items influence each other"
             if name not in is_random and not all(
-                _alike(both_rows, alone, of_sizes=True) for both_rows, alone in zip(mine, (one, other), strict=True)
+                _all_close(both_rows, alone, of_sizes=True)
+                for both_rows, alone in zip(halves, (first_output, second_output), strict=True)
             ):
                 return {}, "what it does with an item depends on the items beside it"
-        rows[name] = tuple(found)
+        rows[name] = tuple(leaf_rows)
     return rows, ""
 
 
 def _run(calls: Sequence[RecordedCall], batch: Any) -> dict[str, list[Any]]:
-    """The leaves of the calls' outputs."""
+    """The leaves of the outputs of the calls."""
     outputs: dict[str, Any] = {}
     torch.manual_seed(_SEED)
     with torch.no_grad():
@@ -127,7 +128,7 @@ def _run(calls: Sequence[RecordedCall], batch: Any) -> dict[str, list[Any]]:
 
 
 def _with_noise(batch: Any, code: ItemCode, lengths: Lengths, item: int) -> Any:
-    """A batch in which the values of one item are different: noise on numbers, rows of indices in reverse."""
+    """A batch in which the values of one item are different: noise added to numbers, rows of indices reversed."""
     noisy = dict(batch)
     has_numbers = any(
         leaf.is_floating_point()
@@ -146,32 +147,33 @@ def _with_noise(batch: Any, code: ItemCode, lengths: Lengths, item: int) -> Any:
         def change(leaf: Any, begin: int = begin, end: int = end) -> Any:
             if not isinstance(leaf, torch.Tensor):
                 return leaf
-            mine = leaf[begin:end]
+            values = leaf[begin:end]
             if leaf.is_floating_point():
                 generator = torch.Generator().manual_seed(_SEED)
-                noise = torch.rand(mine.shape, generator=generator, dtype=torch.float32)
-                mine = mine + noise.to(leaf.device, leaf.dtype)
+                noise = torch.rand(values.shape, generator=generator, dtype=torch.float32)
+                values = values + noise.to(leaf.device, leaf.dtype)
             elif not has_numbers:
-                mine = mine.flip(0)
-            return torch.cat([leaf[:begin], mine, leaf[end:]])
+                values = values.flip(0)
+            return torch.cat([leaf[:begin], values, leaf[end:]])
 
         noisy[name] = tree_map(change, batch[name])
     return noisy
 
 
-def _item_axis(one: torch.Tensor, other: torch.Tensor, both: torch.Tensor) -> int | None:
-    """The dimension in which the output of two items is that of one behind that of the other."""
-    if not one.dim() == other.dim() == both.dim():
+def _item_axis(first: torch.Tensor, second: torch.Tensor, pair: torch.Tensor) -> int | None:
+    """The dimension along which the output of two items is the concatenation of the single outputs."""
+    if not first.dim() == second.dim() == pair.dim():
         return None
-    grown = [axis for axis in range(both.dim()) if both.shape[axis] != one.shape[axis]]
-    if len(grown) != 1 or one.shape[grown[0]] + other.shape[grown[0]] != both.shape[grown[0]]:
+    grown = [axis for axis in range(pair.dim()) if pair.shape[axis] != first.shape[axis]]
+    if len(grown) != 1 or first.shape[grown[0]] + second.shape[grown[0]] != pair.shape[grown[0]]:
         return None
-    is_alike = all(one.shape[axis] == other.shape[axis] for axis in range(both.dim()) if axis != grown[0])
+    is_alike = all(first.shape[axis] == second.shape[axis] for axis in range(pair.dim()) if axis != grown[0])
     return grown[0] if is_alike else None
 
 
 def row_rule(axis: int, entry: str | None, counts: Mapping[int, int]) -> ItemRows | None:
-    """The rule that gives these rows for these lengths. Where all lengths are equal, a ratio if it is a simple one."""
+    """The rule that gives these numbers of rows for these lengths. If all lengths are equal, a ratio if it is a simple
+    one."""
     rows = set(counts.values())
     (_, count), *others = counts.items()
     if entry is None or (len(rows) == 1 and others):
@@ -185,7 +187,7 @@ def row_rule(axis: int, entry: str | None, counts: Mapping[int, int]) -> ItemRow
     return ItemRows(axis=axis, entry=None, numerator=count) if not others else None
 
 
-def _alike(first: torch.Tensor, second: torch.Tensor, *, of_sizes: bool = False) -> bool:
+def _all_close(first: torch.Tensor, second: torch.Tensor, *, of_sizes: bool = False) -> bool:
     if first.shape != second.shape:
         return False
     if not first.is_floating_point():

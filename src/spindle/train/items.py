@@ -20,23 +20,25 @@ from spindle.train.task import TaskDefinition
 if TYPE_CHECKING:
     from spindle.train.record import RecordedCall
 
-EVERYTHING = ""  # stands for all entries of a batch, where their names are unknown
-Entries = tuple[tuple[str, str | None], ...]  # with the entry of their lengths; None: a row for each item
+EVERYTHING = ""  # stands for all entries of a batch, if their names are unknown
+# By entry: the name of the entry with the items' lengths; None: one row per item.
+Entries = tuple[tuple[str, str | None], ...]
 
 
 def fields_of(code: Callable[..., Any]) -> frozenset[str]:
-    """The entries of a batch that recorded code reads; EVERYTHING where that is unknown."""
+    """The entries of a batch that recorded code reads; EVERYTHING if that is unknown."""
     graph = getattr(getattr(code, "__self__", None), "graph", None)
     if graph is None:
         return frozenset({EVERYTHING})
     batch = next(node for node in graph.nodes if node.op == "placeholder")
     keys = [user.args[1] if user.target is operator.getitem else EVERYTHING for user in batch.users]
-    names = [key for key in keys if isinstance(key, str) and key != EVERYTHING]  # of a tensor, keys are slices
+    # Slices of a tensor have keys that are not strings.
+    names = [key for key in keys if isinstance(key, str) and key != EVERYTHING]
     return frozenset(names if len(names) == len(keys) else {EVERYTHING})
 
 
 def item_entries(definition: TaskDefinition) -> dict[str, str | None]:
-    """All entries with rows for each item, those of lengths included."""
+    """All entries with rows per item, including entries with lengths."""
     entries: dict[str, str | None] = {}
     for entry, rows in definition.items.items():
         entries[entry] = rows if isinstance(rows, str) else None
@@ -49,8 +51,8 @@ def item_entries(definition: TaskDefinition) -> dict[str, str | None]:
 def entries_of_call(
     definition: TaskDefinition, sources: Sequence[str], arguments: Callable[..., Any], known: Mapping[str, Entries]
 ) -> Entries:
-    """The item entries that a call reads, itself or through its sources; empty if it is no item call. `known` has those
-    of earlier calls."""
+    """The item entries that a call reads, directly or through its sources. Empty if it is no item call. `known` has the
+    entries of earlier calls."""
     entries = item_entries(definition)
     if not entries:
         return ()
@@ -62,7 +64,7 @@ def entries_of_call(
 
 
 def item_groups(calls: Sequence[RecordedCall]) -> list[list[str]]:
-    """Item calls in groups: those that read each other, in the order of the task."""
+    """Item calls in groups whose calls read each other, in the order of the task."""
     groups: list[list[str]] = []
     for call in calls:
         if call.items:
@@ -73,8 +75,8 @@ def item_groups(calls: Sequence[RecordedCall]) -> list[list[str]]:
 
 
 def lengths_in(definition: TaskDefinition, batch: Any) -> dict[str, tuple[int, ...]]:
-    """The rows of each item, by entry of lengths, of a batch whose items are checked. Waits for a GPU if they are
-    there."""
+    """The number of rows of each item, by the name of the entry with lengths. The batch must be checked. Waits for the
+    GPU if the lengths are there."""
     if not definition.items or batch is None:
         return {}
     where = f"task {definition.name!r}"
@@ -83,7 +85,7 @@ def lengths_in(definition: TaskDefinition, batch: Any) -> dict[str, tuple[int, .
             f"{where}: items are named entries of a batch, got a {type(batch).__name__}; let its loader yield dicts"
         )
     entries = item_entries(definition)
-    if not any(entry in batch for entry in entries):  # text alone
+    if not any(entry in batch for entry in entries):  # a batch of text alone
         return {}
     lengths: dict[str, tuple[int, ...]] = {}
     for entry, rows in definition.items.items():
@@ -102,12 +104,16 @@ def lengths_in(definition: TaskDefinition, batch: Any) -> dict[str, tuple[int, .
             )
         if not isinstance(rows, str):
             continue
-        if not isinstance(batch.get(rows), torch.Tensor):
+        counted = batch.get(rows)
+        if not isinstance(counted, torch.Tensor) or counted.is_floating_point() or counted.dim() != 1:
+            what = f"a {type(counted).__name__}"
+            if isinstance(counted, torch.Tensor):
+                what = f"a tensor of {str(counted.dtype).removeprefix('torch.')} with shape {tuple(counted.shape)}"
             raise TrainingError(
-                f"{where}: items={{{entry!r}: {rows!r}}} needs an integer tensor {rows!r} with the rows of each item, "
-                f"got {type(batch.get(rows)).__name__}"
+                f"{where}: items={{{entry!r}: {rows!r}}} needs integers {rows!r}, the rows of each item, in a tensor "
+                f"with one dimension, got {what}"
             )
-        counts = tuple(int(count) for count in batch[rows].reshape(-1).tolist())
+        counts = tuple(int(count) for count in counted.tolist())
         lengths[rows] = counts
         if min(counts, default=1) < 1:
             raise TrainingError(
@@ -119,18 +125,19 @@ def lengths_in(definition: TaskDefinition, batch: Any) -> dict[str, tuple[int, .
                 f"{where}: {rows!r} adds up to {sum(counts)}, but {entry!r} has {batch[entry].shape[0]} rows; let it "
                 "have the rows of each item, in order"
             )
-    counted = {len(counts) for counts in lengths.values()}
+    numbers = {len(counts) for counts in lengths.values()}
     for entry, rows in definition.items.items():
-        if counted and not isinstance(rows, str) and batch[entry] is not None and len(batch[entry]) not in counted:
+        if numbers and not isinstance(rows, str) and batch[entry] is not None and len(batch[entry]) not in numbers:
             raise TrainingError(
                 f"{where}: items={{{entry!r}: 1}} has a row for each item, but {entry!r} has {len(batch[entry])} rows "
-                f"and the batch {' or '.join(map(str, sorted(counted)))} items"
+                f"and the batch {' or '.join(map(str, sorted(numbers)))} items; give it one row for each, or name the "
+                "entry with its rows"
             )
     return lengths
 
 
 def with_two_items(definition: TaskDefinition, batch: Any) -> Any:
-    """A batch in which an item that is alone comes twice. Sizes of one are recorded as constants."""
+    """The batch, with a single item doubled, because sizes of one would be recorded as constants."""
     if not has_items(definition, batch):
         return batch
     entries, widened = item_entries(definition), dict(batch)
@@ -142,7 +149,7 @@ def with_two_items(definition: TaskDefinition, batch: Any) -> Any:
 
 
 def with_lengths(signature: int, lengths: Lengths) -> int:
-    """A signature of a batch that differs with the lengths of its items, too."""
+    """A signature of a batch that also depends on the lengths of its items."""
     return digest(repr((signature, sorted(lengths.items())))) if lengths else signature
 
 

@@ -19,14 +19,14 @@ from torch import fx, nn
 
 from spindle.graph import MetaGraph
 from spindle.measure import Kind
-from spindle.train.bind import Bound
+from spindle.train.bind import BoundWorkload
 
 _ADDRESS = re.compile(r" at 0x[0-9a-f]+")
-_MOST_VALUES = 64  # of a tensor, in a text
+_MOST_VALUES = 64  # the largest number of elements whose values are part of a text
 
 
-def kinds_of(bound: Bound, graph: MetaGraph) -> list[Kind]:
-    """The kind of each op, by position."""
+def kinds_of(bound: BoundWorkload, graph: MetaGraph) -> list[Kind]:
+    """The kind of each op, by position in the graph."""
     modules = {name: _module_text(handle.module) for name, handle in bound.handles.items()}
     kinds = []
     for op in graph.metaops:
@@ -64,7 +64,7 @@ def _setting(value: Any) -> str:
 
 
 def _sources(classes: Iterable[type]) -> list[str]:
-    """The text of classes that are not torch's own, whose version is known otherwise."""
+    """The source text of classes that are not part of torch; torch's version is part of the key anyway."""
     named = {f"{cls.__module__}.{cls.__qualname__}": cls for cls in classes}
     own = {name: cls for name, cls in named.items() if name.split(".")[0] not in ("torch", "builtins")}
     return [f"{name} {_source(own[name])}" for name in sorted(own)]
@@ -73,22 +73,22 @@ def _sources(classes: Iterable[type]) -> list[str]:
 def _source(cls: type) -> str:
     try:
         return inspect.getsource(cls)
-    except (OSError, TypeError):  # typed at a prompt
+    except (OSError, TypeError):  # a class that was typed at a prompt has no source
         functions = [value for value in vars(cls).values() if inspect.isfunction(value)]
         return str([(function.__code__.co_code.hex(), function.__code__.co_names) for function in functions])
 
 
-def _nodes(function: Any) -> tuple[fx.GraphModule, list[fx.Node]]:
-    """Recorded code is the forward of a graph."""
+def _nodes_of(function: Any) -> tuple[fx.GraphModule, list[fx.Node]]:
+    """The nodes of recorded code, which is the forward of a GraphModule."""
     runner = function.__self__
     assert isinstance(runner, fx.GraphModule)
     return runner, list(runner.graph.nodes)
 
 
 def graph_text(function: Any, *, values: bool = False) -> str:
-    """The text of recorded code, with numbers for names, which depend on what else was recorded. Constant tensors
-    appear as shapes, or with `values` as their values."""
-    runner, nodes = _nodes(function)
+    """Recorded code as text, with numbers instead of names, because names depend on what else was recorded. Constant
+    tensors appear by shape, or with `values` by value."""
+    runner, nodes = _nodes_of(function)
     number = {node: f"%{place}" for place, node in enumerate(nodes)}
     lines = []
     for node in nodes:
@@ -106,7 +106,7 @@ def graph_text(function: Any, *, values: bool = False) -> str:
 
 
 def tensor_text(tensor: torch.Tensor) -> str:
-    """A tensor with its values, or a digest of them where there are many."""
+    """A tensor with its values, or with a digest of them if there are many."""
     shape = f"{tensor.dtype} {tuple(tensor.shape)}"
     if tensor.is_meta or tensor.layout is not torch.strided:
         return shape
@@ -121,13 +121,13 @@ def _only_picks(function: Any) -> bool:
     picks = ("placeholder", "output")
     return all(
         node.op in picks or (node.target is operator.getitem and isinstance(node.args[1], str | int))
-        for node in _nodes(function)[1]
+        for node in _nodes_of(function)[1]
     )
 
 
 def _constants(function: Any) -> str:
     """The arguments of a call that are not tensors."""
-    output = _nodes(function)[1][-1]
+    output = _nodes_of(function)[1][-1]
     return _plain(str(fx.node.map_arg(output.args[0], lambda _: "tensor")))
 
 

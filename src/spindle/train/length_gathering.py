@@ -18,9 +18,9 @@ from spindle.errors import CheckpointError
 from spindle.run import World
 from spindle.train.agreement import compare
 
-_BLOCK = 64  # draws that are read at least
-_STEPS_AHEAD = 4  # three stages, and one
-_UNREADABLE = -1  # in place of a number of tokens
+_BLOCK = 64  # the smallest number of draws that are read at a time
+_STEPS_AHEAD = 4  # steps ahead that samples are read: one for each of three stages, and one more
+_UNREADABLE = -1  # stands for the number of tokens of a sample that could not be read
 Read = list[Lengths | Unreadable]
 StartReading = Callable[[Sequence[SampleNumber]], Callable[[], Read]]
 
@@ -33,7 +33,7 @@ class LengthGathering:
         self._data, self._world, self._task, self._start_reading = data, world, task, start_reading
         self._under_way: dict[tuple[SampleNumber, ...], Iterator[None]] = {}
         for each in data.read_lengths.values():
-            each.forget_unreadable()  # in an earlier fit
+            each.forget_unreadable()  # lengths that were gathered in an earlier fit
         counts = {name: len(lengths) for name, lengths in data.read_lengths.items()}
         compare(
             world,
@@ -42,10 +42,10 @@ class LengthGathering:
                 f"how many lengths of the balanced data of task {task!r} are known": counts,
             },
         )
-        self._check_seen(data.state)
+        self._check_saved_lengths(data.state)
 
     def step_after(self, state: State, num_microbatches: int, batch_size: int) -> tuple[tuple[Microbatch, ...], State]:
-        """The step that follows a state; waits for lengths that it needs."""
+        """The step that follows a state. Waits for the lengths that it needs."""
         while True:
             try:
                 return self._data.step_after(state, num_microbatches, batch_size)
@@ -54,13 +54,13 @@ class LengthGathering:
                 self.advance()
 
     def advance(self) -> None:
-        """Take all samples under way a stage further, the oldest first."""
+        """Move all samples in flight one stage further, oldest first."""
         for samples, stages in list(self._under_way.items()):
             if next(stages, _END) is _END:
                 del self._under_way[samples]
 
     def read_ahead(self, state: State, num_draws: int) -> None:
-        """Start to read what follows a state, where a step takes so many draws."""
+        """Start to read the samples after a state, if a step takes this many draws."""
         self._start(self._data.unread(state, max(_BLOCK, _STEPS_AHEAD * num_draws)))
 
     def _start(self, samples: Sequence[SampleNumber]) -> None:
@@ -71,7 +71,7 @@ class LengthGathering:
             next(self._under_way[block])
 
     def _stages(self, samples: tuple[SampleNumber, ...]) -> Iterator[None]:
-        """Read and gather the lengths of some samples; a pause after each stage."""
+        """Read and gather the lengths of some samples. Yields after each stage."""
         world = self._world
         shares = [samples[rank :: world.size] for rank in range(world.size)]
         take = self._start_reading(shares[world.rank])
@@ -107,8 +107,8 @@ class LengthGathering:
             for sample, lengths in zip(share, gathered, strict=True):
                 self._data.read_lengths[sample.source].add(sample.number, lengths)
 
-    def _check_seen(self, state: State) -> None:
-        """Refuse a state whose samples have other lengths now."""
+    def _check_saved_lengths(self, state: State) -> None:
+        """Refuse a saved state whose samples have different lengths now."""
         while unread := [sample for sample, _ in state.seen if not self._data.is_known(sample)]:
             self._start(unread)
             self.advance()

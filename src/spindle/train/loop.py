@@ -1,5 +1,7 @@
 """The training loop: read batches a step ahead, exchange their headers, run the plan, report losses.
 
+    BatchSource ── batches ─▶ headers, exchanged a step ahead ─▶ Steps.runs ─▶ Executor.step ─▶ StepReports ─▶ callbacks
+
 In each step ranks exchange one small header, a step ahead: the samples, shapes and variant of each task's next batches,
 and their parts of the losses of an earlier step. A step has one micro-step for each batch that gradients are
 accumulated from.
@@ -33,25 +35,28 @@ from spindle.train.session import NEW_VARIANT, TrainSession
 from spindle.train.steps import StepRun, microbatches_of, wanted_of
 from spindle.train.timing import StepTimes
 
-_SEARCH_SHARE = 0.5  # share of a step's time in which the next one is planned
+# Steps of a fit before which tasks are recorded again, because what they read from outside may have changed.
+_RECORDED_AGAIN = frozenset([0, *(4 * 8**power for power in range(8))])
+_SEARCH_SHARE = 0.5  # the share of a step's time that planning the next step may take
 
 
 class Loop:
-    """Trains from step `first` on; `feeds` are new with each loop."""
+    """Trains from step `first` on. Each loop has new `feeds`."""
 
     def __init__(self, session: TrainSession, feeds: dict[str, Feed], make_feed: MakeFeed, first: int) -> None:
         self._session, self._world = session, session.world
-        self._requested: tuple[TrainConfig, dict[str, Any]] | None = None  # with loaders of tasks that join
-        self._calls: list[str] = []  # methods of the Trainer that requested changes
-        self._num_applied = 0  # of these
-        self._is_stopping = False  # whether this rank wants the fit to end
+        # Makes feeds for loaders of tasks that are added.
+        self._requested: tuple[TrainConfig, dict[str, Any]] | None = None
+        self._calls: list[str] = []  # names of the Trainer's methods that requested changes, for messages
+        self._num_applied = 0  # how many of these have been applied
+        self._is_stopping = False  # whether this rank wants to end the fit
         session.plan(feeds)
-        self.next_step = self._first = first  # the step that is about to run when losses are reported
+        self.next_step = self._first = first  # while losses are reported: the step that is about to run
         self._times = StepTimes(self._world)
         self._memory = FitMemory(session)
         self._source = BatchSource(session, feeds, make_feed)
         self._save_points = SavePoints(session, self._source)
-        self._reports = StepReports(session, first, self._times, self._memory)
+        self._reports = StepReports(session, first, self._times, self._memory, self._end_trial)
 
     @property
     def _config(self) -> TrainConfig:
@@ -63,19 +68,29 @@ class Loop:
         return self._config if self._requested is None else self._requested[0]
 
     def data_positions(self) -> tuple[dict[str, int], dict[str, LoaderPosition]]:
-        """Before the step that is about to run: the batches of each task that this fit has trained on, and where
+        """Before the step that is about to run: how many batches of each task this fit has trained on, and where
         loaders are read."""
         return self._source.num_trained, self._source.positions()
 
     def change(self, call: str, config: TrainConfig, loaders: Mapping[str, Any] | None = None) -> None:
-        """Train the next step by this configuration, with a new plan. `call` is the user's call that requests it;
-        `loaders` are those of tasks that join."""
+        """Train from the next step on with this configuration and a new plan. `call` is the user's call, for messages;
+        `loaders` are those of added tasks."""
         self._calls.append(call)
         joining = {} if self._requested is None else self._requested[1]
         self._requested = config, {**joining, **(loaders or {})}
 
+    def _end_trial(self, name: str) -> bool:
+        """End one trial of a sweep on all ranks before the next step. Returns whether other trials continue."""
+        config = self.next_config
+        remaining = tuple(task for task in config.tasks if task.name != name)
+        if not config.is_sweep or not remaining:
+            return False
+        if len(remaining) < len(config.tasks):  # otherwise it has ended already
+            self.change(f"(trial {name!r} ended)", replace(config, tasks=remaining))
+        return True
+
     def stop(self) -> None:
-        """End the fit on all ranks after the next step, with whose header they learn of it."""
+        """End the fit on all ranks after the next step; its header tells the other ranks."""
         self._is_stopping = True
 
     def run(self, steps: int) -> FitResult:
@@ -92,23 +107,24 @@ class Loop:
     def _run_steps(self, steps: int) -> None:
         world, progress, reports = self._world, self._session.progress, self._reports
         planned_steps = steps
-        # One header is always in flight: that of the step to come, started before the current step is launched, so that
-        # no rank waits for it. It also carries the losses of an earlier step.
+        # One header is always in flight: that of the next step. It is started before the current step is launched, so
+        # that no rank waits for it. It also carries the losses of an earlier step.
         batches = self._source.read(self._first)
         gathering = self._start_header(batches)
-        carries_report = False  # the header in flight
-        num_before = self._first - self._session.first_step  # steps of this fit that an earlier run did
+        carries_report = False  # the gathering of the header in flight
+        num_before = self._first - self._session.first_step  # steps of this fit that an earlier run has done
         progress.training(num_before + steps)
         recorder.begin(self._first)
         for number in range(steps):
             begin_s = time.perf_counter()
             step = self.next_step = self._first + number
-            table = self._table(gathering, step)
+            table = self._wait_for_headers(gathering, step)
             if carries_report:
-                reports.report(table)  # calls callbacks, which may request changes, a checkpoint or the end
+                # This calls callbacks, which may request changes, a checkpoint or the end of the fit.
+                reports.report(table)
             # All ranks decide from the same table, so all of them stop, save and plan anew before the same step.
             if is_stopped(table):
-                self._source.leave_out_read_ahead()
+                self._source.drop_read_ahead()
                 gathering, steps = self._start_header(self._no_batches), number
                 break
             headers = self._headers(table, step)
@@ -116,8 +132,8 @@ class Loop:
             is_saving = self._save_points.is_saving(table, step)
             self._add_new_variants(headers, batches)
             if self._requested is not None or is_saving or self._save_points.falls_due(step):
-                # A new plan has different columns, and a resumed run does not report these steps again. Also if a
-                # checkpoint is skipped: what `on_step` changes must not depend on the speed of a disk.
+                # A new plan has other columns, and a resumed run does not report these steps again. This also happens
+                # if a checkpoint is skipped, because what `on_step` changes must not depend on the speed of a disk.
                 self._report_unsent()
             if self._requested is not None:
                 self._apply_change(headers, batches)
@@ -132,13 +148,16 @@ class Loop:
                 carries_report = reports.is_due
                 gathering = self._start_header(batches, reports.next_row() if carries_report else None)
                 if self._session.current_runtime.steps.plans_ahead:
-                    # Waits for the header at once, so that the next step is planned while this one runs.
-                    self._plan_ahead(self._headers(self._table(gathering, step), step + 1), batches)
+                    # Wait for the header at once, so that the next step is planned while this one runs.
+                    self._plan_ahead(self._headers(self._wait_for_headers(gathering, step), step + 1), batches)
                 else:
                     self._decode_ahead(batches)
-            else:  # of no batches: a rank that has just requested a change waits for the others' headers
+            # A header without batches: a rank that has just requested a change waits for the other ranks' headers.
+            else:
                 gathering = self._start_header(self._no_batches)
                 self._source.end_reading()
+            if number in _RECORDED_AGAIN:
+                self._session.check_recordings()
             with profiled_step(self._config, world, step):
                 runs = self._step(step, headers, current)
             self._source.note_trained()
@@ -156,7 +175,7 @@ class Loop:
             recorder.step_done(step + 1)
         recorder.pause()
         self.next_step = self._first + steps
-        self._table(gathering, self.next_step)
+        self._wait_for_headers(gathering, self.next_step)
         self._report_unsent()
         if world.device.type == "cuda":
             torch.cuda.synchronize(world.device)
@@ -168,32 +187,35 @@ class Loop:
         planned, main = runtime.planned, runtime.steps.main
         for name, reason in main.without_weight_lane.items():
             session.notify(
-                f"{name} computes its weight gradients on its own lane, not beside its input gradients, which takes a "
-                f"CUDA graph: {reason}"
+                f"{name} computes its weight gradients on the same lane as its input gradients, because another lane "
+                f"needs a CUDA graph, and {reason}"
             )
-        if main.without_step_graph is not None:
-            session.notify(f"slots have a CUDA graph each, not one for the whole step: {main.without_step_graph}")
+        graphs = main.graph_cache
+        if graphs.step_graph_refused is not None:
+            session.notify(
+                f"each slot has a CUDA graph of its own, not one for the whole step: {graphs.step_graph_refused}"
+            )
         peak_bytes = self._memory.peak_bytes
         compare(self._world, self._call_items())
         session.gather_parameters()
-        session.num_batches.update(self._source.num_asked)
+        session.num_batches.update(self._source.num_read)
         if self._requested is not None:
             session.set_config(self._requested[0])
         result = self._times.result(
             planned.program, planned.profile, reports.losses, reports.metrics, session.notices, peak_bytes
         )
-        for name, reason in main.without_graph.items():
+        for name, reason in graphs.refused.items():
             what = f"{name} runs without a CUDA graph: {reason}"
             if not any(notice.startswith(what) for notice in session.notices):
                 session.notify(what + _cost_text(result, main.instructions_of(name)))
         return replace(
             result,
-            num_captured_slots=main.num_captured,
-            slots_without_cuda_graph=dict(main.without_graph),
+            num_captured_slots=graphs.num_captured,
+            slots_without_cuda_graph=dict(graphs.refused),
             notices=tuple(session.notices),
         )
 
-    # Headers.
+    # Headers
 
     @property
     def _no_batches(self) -> StepBatches:
@@ -211,7 +233,7 @@ class Loop:
         )
         return self._world.start_all_gather(row)
 
-    def _table(self, gathering: Gathering, step: int) -> Table:
+    def _wait_for_headers(self, gathering: Gathering, step: int) -> Table:
         """The headers of all ranks."""
         table = [row.tolist() for row in gathering.wait()]
         check_changes(table, self._calls, step)
@@ -222,15 +244,15 @@ class Loop:
         return read_batch_headers(table, config.task_names, config.gradient_accumulation_steps, step)
 
     def _report_unsent(self) -> None:
-        """Exchange and report the numbers of steps that have no header to travel with."""
+        """Exchange and report the numbers of steps that are left without a header to carry them."""
         for row in self._reports.remaining_rows():
             gathering = self._start_header(self._no_batches, row)
-            self._reports.report(self._table(gathering, self._reports.next_step))
+            self._reports.report(self._wait_for_headers(gathering, self._reports.next_step))
 
-    # Changes between two steps.
+    # Changes between two steps
 
     def _start_plan(self) -> None:
-        """Begin steps under a new plan, once parameters are scattered."""
+        """Start running steps under a new plan, once parameters are scattered."""
         assert self._session.update is not None
         self._memory.start_plan(self._session.current_runtime, self._session.update)
         self._reports.start_plan()
@@ -239,14 +261,15 @@ class Loop:
         return {"what was called during fit()": ", ".join(self._calls[self._num_applied :]) or "nothing"}
 
     def _apply_change(self, headers: StepHeaders, batches: StepBatches) -> None:
-        """Train by the requested configuration from the step on whose batches are read."""
+        """Apply the requested configuration before the step whose batches are read already."""
         assert self._requested is not None
         recorder.pause()
         (config, loaders), self._requested = self._requested, None
         begin_s = time.perf_counter()
         items = self._call_items() | config_items(config)
         with self._session.current_runtime.weights.in_shape():
-            items |= module_items(self._session.handles)  # which may have been frozen or switched
+            # Modules may have been frozen or switched between train and eval mode.
+            items |= module_items(self._session.handles)
         compare(self._world, {**items, "the tasks with new loaders": sorted(loaders)})
         self._num_applied = len(self._calls)
         self._source.change_tasks(config, loaders, headers, batches)
@@ -258,16 +281,16 @@ class Loop:
         self._times.changes_s.append(time.perf_counter() - begin_s)
 
     def _add_new_variants(self, headers: StepHeaders, batches: StepBatches) -> None:
-        """Make a new plan when a batch takes a variant for the first time."""
+        """Make a new plan if a batch takes a variant for the first time."""
         session, new = self._session, self._unknown_variants(headers)
         if not new:
             return
-        self._report_unsent()  # with the columns of the plan that they ran under
+        self._report_unsent()  # report steps with the columns of the plan under which they ran
         recorder.pause()
-        session.gather_parameters()  # tracing and measuring run whole modules
+        session.gather_parameters()  # tracing and measuring need whole modules
         for micro_step, task in new:
             header = headers[micro_step][task]
-            if session.variants.get(task, header.variant) is None:  # unless an earlier micro-step already added it
+            if session.variants.get(task, header.variant) is None:  # unless an earlier micro-step has added it
                 batch = self._source.broadcast(batches[micro_step].get(task), header.reader)
                 session.take_new_variant(task, header.variant, batch)
         if self._requested is not None:
@@ -290,10 +313,10 @@ class Loop:
             if self._session.variants.get(task, header.variant) is None
         ]
 
-    # Steps.
+    # Steps
 
     def _plan_ahead(self, headers: StepHeaders, batches: StepBatches) -> None:
-        """Have the next step planned while this one runs, unless it needs a new plan of the tasks."""
+        """Have the next step planned while this one runs, unless the tasks need a new plan."""
         if self._requested is not None or self._unknown_variants(headers):
             return
         last_s = self._times.last_step_s
@@ -307,7 +330,7 @@ class Loop:
         self._decode_ahead(batches)
 
     def _decode_ahead(self, batches: StepBatches) -> None:
-        """Have worker processes decode what this rank needs of the next step, as far as that is known."""
+        """Let worker processes decode what this rank needs of the next step, as far as that is known."""
         steps, variants = self._session.current_runtime.steps, self._session.variants
         for micro_step, row in enumerate(batches):
             for task, batch in row.items():
@@ -319,8 +342,8 @@ class Loop:
                     batch.load.start(wanted)
 
     def _reads_memory(self, step: int) -> bool:
-        """Whether what this rank holds is read in the step that is about to run, for the run's folder. Compiled layers
-        cannot be counted on a CPU."""
+        """Whether memory is read in the step that is about to run, for the run folder. On a CPU, compiled layers cannot
+        be counted."""
         is_countable = self._world.device.type == "cuda" or not any(
             handle.compile is not None for handle in self._session.current_runtime.workload.bound.handles.values()
         )
@@ -346,12 +369,14 @@ class Loop:
                 read, held_items = _with_values(run, read, whole=checks_losses)
             is_timed = number == 0 and run.is_as_planned and self._times.is_timed(step)
             if is_timed:
-                world.synchronize()  # a timeline needs a common start, as the simulator has
+                world.synchronize()  # timelines need a common start, as in the simulator
             is_read = number == 0 and run.is_as_planned and self._reads_memory(step)
             with self._memory.read(runtime, update) if is_read else self._memory.counted() as read_bytes:
+                # once per batch: all trials of a sweep share one
+                on_device = {id(batch.nest): copied_to(world.device, batch.nest) for batch in read.values()}
                 losses, watch = run.executor.step(
                     step,
-                    {name: copied_to(world.device, batch.nest) for name, batch in read.items()},
+                    {name: on_device[id(batch.nest)] for name, batch in read.items()},
                     {name: microbatch.header.signature for name, microbatch in run.microbatches.items()},
                     update,
                     micro_step=run.micro_step,
@@ -379,15 +404,18 @@ class Loop:
 def _with_values(
     run: StepRun, batches: Mapping[str, Batch], *, whole: bool
 ) -> tuple[dict[str, Batch], dict[str, tuple[int, ...]]]:
-    """The batches of a run with values, and which of their items are here, where not all are: of balanced data, only
-    what this rank's slots read is decoded, unless they are wanted whole."""
+    """The batches of a run with values.
+
+    Of balanced data, only what this rank's slots read is decoded, unless batches are wanted `whole`. Also returns which
+    items are on this rank, for batches that are decoded in part.
+    """
     executor = run.executor
     wanted = {
         name: WHOLE if whole else wanted_of(executor.uses, executor.items_used, name, batch)
         for name, batch in batches.items()
         if batch.load is not None
     }
-    for name, what in wanted.items():  # all of them, before any is waited for
+    for name, what in wanted.items():  # start all of them before waiting for any
         load = batches[name].load
         assert load is not None
         load.start(what)
@@ -396,8 +424,7 @@ def _with_values(
 
 
 def _cost_text(result: FitResult, positions: frozenset[int]) -> str:
-    """How long instructions took on this rank in the measured step, beside what was predicted; nothing where that is
-    not known."""
+    """How long instructions took on this rank in the measured step, and their prediction. Empty if that is unknown."""
     if result.measured is None or not positions:
         return ""
     measured_s, predicted_s = (

@@ -17,20 +17,24 @@ from spindle.checkpoint import SavedState, has_part, partial_folder
 from spindle.errors import CheckpointError
 from spindle.run import Staging
 
-_PARTS_S = 60.0  # in which all ranks have written their parts
+_PARTS_S = 60.0  # the time limit in which all ranks must have written their parts
 _POLL_S = 0.001
 _FAILED = "rank-{rank}.failed"
 
 
 class MemoryCheckpoints:
-    """One rank's part in saving them. With a `barrier`, a step begins when the checkpoint before it is complete, so
-    that no step but the last can be lost; it notices ranks that are gone sooner than a missing part does."""
+    """One rank's part in saving checkpoints to the host's memory.
+
+    With a `barrier`, a step begins only when the checkpoint before it is complete, so that at most one step can be
+    lost. The barrier also notices lost ranks sooner than a missing part does.
+    """
 
     def __init__(self, folder: Path, rank: int, staging: Staging, barrier: Callable[[], None] | None) -> None:
         self.folder, self.staging = folder, staging
         self._rank, self._barrier = rank, barrier
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="memory-checkpoint")
-        self._saving: list[tuple[int, Future[None]]] = []  # the last one's step, and what is being done for it
+        # The step of the last checkpoint, and the thread that writes it.
+        self._saving: list[tuple[int, Future[None]]] = []
 
     def save(
         self,
@@ -40,20 +44,20 @@ class MemoryCheckpoints:
         state: SavedState | None,
         notify: Callable[[str], None],
     ) -> None:
-        """Have this rank's part written by `write`, and on rank 0, which has a `state`, the parts joined by `finish`.
-        The last one must be over (`wait`)."""
+        """Write this rank's part in a thread, with `write`. Rank 0, which has a `state`, then joins the parts with
+        `finish`. The last checkpoint must be complete (`wait`)."""
         partial = partial_folder(self.folder, step)
         self._saving = [(step, self._thread.submit(self._write, partial, write))]
         if state is not None:
             self._saving.append((step, self._thread.submit(self._finish, partial, state.num_ranks, finish)))
         if self._barrier is not None:
             _, written = self._saving[0]
-            written.exception()  # waits
+            written.exception()  # waits for all ranks
             self._barrier()
             self.wait(notify)
 
     def wait(self, notify: Callable[[str], None]) -> None:
-        """Wait until this rank's part of the last one is written; on rank 0, until it is complete."""
+        """Wait until this rank has written its part of the last checkpoint; on rank 0, until it is complete."""
         for step, future in self._saving:
             error = future.exception()
             if error is not None:

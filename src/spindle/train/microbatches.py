@@ -41,6 +41,7 @@ from spindle.train.item_parts import (
     groups_of_ops,
     item_code,
     item_lengths,
+    modules_in_parts,
     part_curve,
     part_op,
     parts_of_group,
@@ -48,28 +49,30 @@ from spindle.train.item_parts import (
     shared_curve,
     times_of,
 )
+from spindle.workload import LayerCost
 
 EVALUATIONS = 2000
-_MOST_GRAPHS = 8  # of steps, kept
-_ENOUGH_ALIKE = 4  # batches with other items and the same shapes behind them
-_MOST_KEPT = 32  # programs of steps with the same batches
+_MOST_GRAPHS = 8  # the number of steps whose graphs are kept
+_ENOUGH_ALIKE = 4  # batches with different items that must agree before shapes after the items are taken as known
+_MOST_PROGRAMS = 32  # the number of programs that are kept, in case a step with such batches comes again
 
-Part = tuple[str, int, int]  # of a step: a variant, its rows, and the signature of its batch
-Key = tuple[tuple[Part, ...], ...]  # by micro-step
+Part = tuple[str, int, int]  # one microbatch of a step: a variant, its rows, and the signature of its batch
+Key = tuple[tuple[Part, ...], ...]  # microbatches by micro-step
 
 
 def microbatch_name(variant: str, micro_step: int) -> str:
-    """What a microbatch of a task variant is called in its step's graph."""
+    """The name of a task variant's microbatch in its step's graph."""
     return f"{variant}@{micro_step}"
 
 
 def on_one_device(profile: Profile) -> Profile:
-    """The profile in which every op runs on one device, as stages of a pipeline do."""
-    return replace(profile, curves=tuple((_single(curves),) for curves in profile.curves))
+    """The profile in which every op runs on one device, like the stages of a pipeline."""
+    return replace(profile, curves=tuple((_time_on_one_device(curves),) for curves in profile.curves))
 
 
-def _single(curves: Sequence[Curve]) -> Curve:
-    """The time of a layer on one device; if that was not measured, n times that on the fewest devices, n."""
+def _time_on_one_device(curves: Sequence[Curve]) -> Curve:
+    """The time of a layer on one device. If that was not measured, n times its time on the smallest number of devices
+    n."""
     curve = min(
         (curve for curve in curves if curve.tensor_degree == 1), key=lambda curve: curve.num_devices[0], default=None
     )
@@ -86,7 +89,7 @@ def _single(curves: Sequence[Curve]) -> Curve:
 
 @dataclass(frozen=True, slots=True)
 class StepGraph:
-    """A step's own graph, times and code, with the task variant of each microbatch."""
+    """The graph of one step with its times and code, and the task variant of each microbatch."""
 
     profile: Profile
     code: list[OpCode]
@@ -104,9 +107,10 @@ def step_graph(
     batches: Mapping[tuple[str, int], BatchItems] | None = None,
     parts: PartSettings | None = None,
 ) -> StepGraph:
-    """The ops of each variant, once for each micro-step that takes it. `counts` has the micro-steps of the variant's
-    task, over which its losses are averaged; `scales` how much longer than measured ops take, by variant and signature.
-    With `parts`, item calls become parts, by the items of `batches`.
+    """Make the graph of a step: the ops of each variant, once for each micro-step that takes it.
+
+    `counts` has the micro-steps over which a variant's losses are averaged. `scales` says, by variant and signature,
+    how much longer ops take than measured. With `parts`, item calls are split into parts, by the items of `batches`.
     """
     metaops: list[MetaOp] = []
     curves: list[tuple[Curve, ...]] = []
@@ -116,17 +120,18 @@ def step_graph(
     for position, op in enumerate(profile.graph.metaops):
         by_variant.setdefault(op.task, []).append(position)
     variants: dict[str, str] = {}
-    for micro_step, taken in enumerate(key):
-        for variant, rows, signature in taken:
+    scaled: dict[tuple[int, float, int], tuple[LayerCost, Curve]] = {}  # by op, scale and rows: most are alike
+    for micro_step, batches_taken in enumerate(key):
+        for variant, rows, signature in batches_taken:
             task = microbatch_name(variant, micro_step)
             variants[task] = variant
-            part_of: dict[int, list[list[int]]] = {}  # by op: the items of its parts
+            part_of: dict[int, list[list[int]]] = {}  # by op: the items of each of its parts
             batch = None if batches is None else batches[variant, signature]
             if parts is not None and parts.part_tokens is not None and batch is not None:
                 for group in groups_of_ops(profile.graph, code, by_variant[variant]):
                     of_group = parts_of_group(group, code, batch, parts.part_tokens)
                     part_of.update(dict.fromkeys(group, of_group) if of_group else {})
-            places: dict[int, list[int]] = {}  # by op: its place, or those of its parts
+            places: dict[int, list[int]] = {}  # by op: its position in the step's graph, or the positions of its parts
             for position in by_variant[variant]:
                 op, curve = profile.graph.metaops[position], profile.curves[position][0]
                 layers = f"[{op.first_layer}:{op.first_layer + op.num_layers}]"
@@ -155,13 +160,16 @@ def step_graph(
                     scale = sum(lengths) / whole
                 places[position] = [len(metaops)]
                 assert op.cost is not None
-                # A cost is per row: `scale` is by the elements of the whole batch, which may have other rows.
-                cost = scaled_cost(op.cost, scale * (op.batch_size or 1) / rows)
+                if (position, scale, rows) not in scaled:
+                    # A cost is per row: `scale` is by the elements of the whole batch, which may have other rows.
+                    cost = scaled_cost(op.cost, scale * (op.batch_size or 1) / rows)
+                    scaled[position, scale, rows] = cost, curve.scaled(scale)
+                cost, scaled_curve = scaled[position, scale, rows]
                 name = f"{task}/{op.call}{layers}"
                 metaops.append(replace(op, name=name, task=task, microbatch=micro_step, batch_size=rows, cost=cost))
                 is_measured = bool(lengths) and times is not None
-                curves.append((part_curve(curve, times, lengths, whole) if is_measured else curve.scaled(scale),))
-                codes.append(_averaged(code[position], counts[variant]))
+                curves.append((part_curve(curve, times, lengths, whole) if is_measured else scaled_curve,))
+                codes.append(_with_averaged_loss(code[position], counts[variant]))
             for producer, consumer in profile.graph.edges:
                 if producer not in places:
                     continue
@@ -184,7 +192,8 @@ def step_graph(
 
 @dataclass(frozen=True, slots=True)
 class _Alike:
-    """Batches in a row with the same shapes behind items of different rows: how many, and the rows of the last."""
+    """Consecutive batches whose items differ in their rows, but that had the same shapes after the items: how many
+    there were, and the rows of the last one."""
 
     count: int
     cuts: Cuts
@@ -192,7 +201,7 @@ class _Alike:
 
 
 def _ends_call(graph: MetaGraph, position: int) -> bool:
-    """Whether an op has the last layers of its call."""
+    """Whether an op contains the last layer of its call."""
     op = graph.metaops[position]
     return all(
         (graph.metaops[after].task, graph.metaops[after].call) != (op.task, op.call)
@@ -200,7 +209,7 @@ def _ends_call(graph: MetaGraph, position: int) -> bool:
     )
 
 
-def _averaged(code: OpCode, count: int) -> OpCode:
+def _with_averaged_loss(code: OpCode, count: int) -> OpCode:
     if not isinstance(code, LossCode):
         return code
     weight = code.weight
@@ -210,7 +219,7 @@ def _averaged(code: OpCode, count: int) -> OpCode:
 
 
 class Microbatches:
-    """The microbatches of one rank. All ranks ask for the same steps in the same order; rank 0 has them planned."""
+    """The microbatches of one rank. All ranks request the same steps in the same order, and rank 0 has them planned."""
 
     def __init__(
         self,
@@ -229,36 +238,38 @@ class Microbatches:
         self.forms, self._seed, self._is_first = forms, seed, is_first
         self._step_planner, self._parts = planner, parts
         self._has_parts = parts is not None and parts.has_parts
+        self._modules_in_parts = modules_in_parts(profile.graph, code) if self._has_parts else set()
         self._example_cuts = {
             variant: forms.of(profile.graph, code, {variant: without_values(example)})
             for variant, example in examples.items()
         }
-        self._measured = {variant: self._sizes(variant, cuts) for variant, cuts in self._example_cuts.items()}
+        self._measured = {variant: self._output_elements(variant, cuts) for variant, cuts in self._example_cuts.items()}
         self._batches: dict[tuple[str, int], BatchItems] = {}  # by variant and signature
         self._cuts: dict[tuple[str, int], Cuts] = {}
-        # By variant and signature of the entries without items.
+        # by variant, and the signature of the entries without items
         self._alike: dict[tuple[str, int], _Alike] = {}
         self._scales: dict[tuple[str, int], dict[int, float]] = {}
         self.owning_ranks: dict[int, tuple[int, ...]] = {}
         self._planner: BackgroundPlanner | None = None
-        self._numbers: dict[Key, int] = {}  # of what is being planned
-        self._graphs: dict[Key, StepGraph] = {}  # of the last steps
-        self._kept: dict[Key, tuple[Program, bool]] = {}
+        self._numbers: dict[Key, int] = {}  # job numbers of the steps that are being planned
+        self._graphs: dict[Key, StepGraph] = {}  # graphs of the last steps
+        self._programs: dict[Key, tuple[Program, bool]] = {}  # with whether their search is over
         self._count = 0
 
     def infer_cuts(self, variant: str, signature: int, batch: BatchItems) -> Cuts | None:
-        """The shapes that cross cuts between layers for a batch without values; None if its shape is known.
+        """The shapes that cross cuts between layers for a batch without values; None if they are known already.
 
-        Where item calls run in parts, the other calls mostly have the same shapes whatever the lengths of items: after
-        a few batches that differ in these alone and agree, shapes are not inferred anew. A batch that did not follow
-        would be refused when it is sent.
+        If item calls run in parts, the other calls mostly have the same shapes whatever the lengths of items. After a
+        few batches that differ only in the lengths of items and agree in these shapes, shapes are not inferred again. A
+        batch with other shapes would be refused when it is sent.
         """
         if (variant, signature) in self._scales:
             return None
         self._batches[variant, signature] = batch
         rows_key = (variant, self._rows_signature(variant, batch))
         known = self._item_outputs(variant, variant, batch)
-        # Items of other lengths with as many rows in all say nothing of shapes that follow from these rows.
+        # Different lengths of items with the same total number of rows prove nothing: shapes may follow from that
+        # number.
         rows = signature_of(batch.nest), known
         alike = self._alike.get(rows_key)
         is_inferred = alike is None or (alike.count < _ENOUGH_ALIKE and alike.rows != rows)
@@ -274,8 +285,8 @@ class Microbatches:
         return cuts if is_inferred else None
 
     def _scales_of(self, variant: str, cuts: Cuts) -> dict[int, float]:
-        """How much longer than measured ops take, by the elements that cross cuts."""
-        measured, sizes = self._measured[variant], self._sizes(variant, cuts)
+        """How much longer ops take than measured, estimated by the number of elements that cross cuts."""
+        measured, sizes = self._measured[variant], self._output_elements(variant, cuts)
         return {op: size / measured[op] for op, size in sizes.items() if measured.get(op) and size}
 
     def _rows_signature(self, variant: str, batch: BatchItems) -> int:
@@ -292,11 +303,12 @@ class Microbatches:
         )
 
     def _item_outputs(self, variant: str, task: str, batch: BatchItems) -> dict[tuple[str, str], PytreeMeta]:
-        """The outputs of item calls that run in parts, which follow from the lengths of items and the first batch."""
+        """The shapes of the outputs of item calls that run in parts. They follow from the lengths of items and the
+        first batch."""
         outputs = {}
         for position, op in enumerate(self.profile.graph.metaops) if self._has_parts else ():
             known = item_code(self._code[position])
-            if op.task != variant or known is None or not known.can_split:
+            if op.task != variant or known is None or not known.can_split or op.module not in self._modules_in_parts:
                 continue
             example = self._output_of_example(variant, position)
             if example is not None and _ends_call(self.profile.graph, position):
@@ -333,7 +345,7 @@ class Microbatches:
         return cuts
 
     def lengths(self, key: Key) -> dict[str, Lengths]:
-        """The rows of items, by microbatch."""
+        """The number of rows of each item, by microbatch."""
         return {
             microbatch_name(variant, micro_step): self._batches[variant, signature].lengths
             for micro_step, taken in enumerate(key)
@@ -346,8 +358,9 @@ class Microbatches:
         self._batches.clear()
         self._cuts.clear()
 
-    def _sizes(self, variant: str, cuts: Cuts) -> dict[int, int]:
-        """By op of a variant: how many elements its first layer gives; a loss is as large as what it reads."""
+    def _output_elements(self, variant: str, cuts: Cuts) -> dict[int, int]:
+        """Op of a variant → the number of elements that its first layer returns. A loss counts as the size of its
+        inputs."""
         graph = self.profile.graph
         sizes = {
             op: sum(math.prod(leaf.shape) for leaf in form.leaves if isinstance(leaf, TensorMeta))
@@ -360,7 +373,7 @@ class Microbatches:
         return sizes
 
     def graph(self, key: Key, reached: Mapping[str, frozenset[int]] | None, counts: Mapping[str, int]) -> StepGraph:
-        """The graph of a step. Rank 0 asks twice, once to have the step planned and once to run it."""
+        """The graph of a step. Rank 0 requests it twice: to have the step planned, and to run it."""
         if key not in self._graphs:
             while len(self._graphs) > _MOST_GRAPHS:
                 del self._graphs[next(iter(self._graphs))]
@@ -369,9 +382,9 @@ class Microbatches:
             )
         return self._graphs[key]
 
-    def ask(self, key: Key, profile: Profile, time_limit_s: float | None = None) -> None:
-        """On rank 0: have a step with these batches planned, which will run in about `time_limit_s`."""
-        known = self._kept.get(key)
+    def request_plan(self, key: Key, profile: Profile, time_limit_s: float | None = None) -> None:
+        """On rank 0: have a step with these batches planned. It will run in about `time_limit_s`."""
+        known = self._programs.get(key)
         if not self._is_first or key in self._numbers or (known is not None and known[1]):
             return
         if self._planner is None:
@@ -379,7 +392,7 @@ class Microbatches:
         options = PlanOptions(
             seed=self._seed, evaluations=EVALUATIONS, time_limit_s=time_limit_s, layouts=(self.layout,)
         )
-        self._planner.ask(
+        self._planner.request_plan(
             Job(
                 number=self._count,
                 profile=profile,
@@ -391,7 +404,7 @@ class Microbatches:
         self._numbers[key] = self._count
         self._count += 1
 
-    def ask_early(
+    def request_plan_early(
         self,
         key: Key,
         batches: Mapping[tuple[str, int], BatchItems],
@@ -399,9 +412,12 @@ class Microbatches:
         counts: Mapping[str, int],
         time_limit_s: float | None = None,
     ) -> None:
-        """On rank 0: have a step planned whose headers are not exchanged yet. The shapes of its batches are not
-        inferred, which all ranks do in the same order: it is planned only if the last batches with other items had the
-        same shapes, whose times then stand for its own."""
+        """On rank 0: have a step planned whose headers were not exchanged yet.
+
+        Shapes of its batches are not inferred, because all ranks would have to do that in the same order. So it is
+        planned only if the last batches with other items had the same shapes, whose times then stand for those of this
+        step.
+        """
         scales = {}
         for (variant, signature), batch in batches.items():
             known = self._scales.get((variant, signature))
@@ -412,36 +428,36 @@ class Microbatches:
                 self._scales_of(variant, alike.cuts) if known is None and alike else known or {}
             )
         step = step_graph(key, self.profile, self._code, scales, reached, counts, batches, self._parts)
-        self.ask(key, step.profile, time_limit_s)
+        self.request_plan(key, step.profile, time_limit_s)
 
     def ready(self, key: Key) -> Program | None:
-        """On rank 0: the program of a step, if its search is over."""
+        """On rank 0: the program of a step, if its search is done."""
         number = self._numbers.get(key)
         if number is not None and self._planner is not None and self._planner.is_final(number):
-            self._kept[key] = self._planner.best(number)
+            self._programs[key] = self._planner.best(number)
             del self._numbers[key]
             self._forget_old()
-        known = self._kept.get(key)
+        known = self._programs.get(key)
         return known[0] if known is not None and known[1] else None
 
     def program(self, key: Key, profile: Profile) -> Program:
-        """On rank 0: the best program so far for a step; a search that is still running may be done when such batches
+        """On rank 0: the best program for a step so far. A search that is still running may be done when such batches
         come again."""
-        self.ask(key, profile)
+        self.request_plan(key, profile)
         number = self._numbers.get(key)
         if number is not None:
             assert self._planner is not None
-            self._kept[key] = self._planner.best(number)
-            if self._kept[key][1]:
+            self._programs[key] = self._planner.best(number)
+            if self._programs[key][1]:
                 del self._numbers[key]
         self._forget_old()
-        return self._kept[key][0]
+        return self._programs[key][0]
 
     def _forget_old(self) -> None:
-        """Keep the last programs, and the answers of the planning process that are still wanted."""
-        while len(self._kept) > _MOST_KEPT:
-            oldest = next(iter(self._kept))
-            del self._kept[oldest]
+        """Drop all but the last programs, and the answers of the planning process that are no longer needed."""
+        while len(self._programs) > _MOST_PROGRAMS:
+            oldest = next(iter(self._programs))
+            del self._programs[oldest]
             self._numbers.pop(oldest, None)
         if self._planner is not None:
             self._planner.keep(self._numbers.values())

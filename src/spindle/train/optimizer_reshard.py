@@ -16,24 +16,33 @@ from spindle.program import Sharding, Slice, keep_unused
 from spindle.run import TensorSpec, World, reshard
 from spindle.train.grad_scaler import ScaleState
 
-State = Mapping[str, Any]  # of one parameter
+State = Mapping[str, Any]  # the optimizer state of one parameter
 
 
 @dataclass(frozen=True, slots=True)
 class LRSchedulerState:
-    """The `state_dict` of a rank's scheduler, and the parameters of the groups that it is for; None where nothing in
-    it is for a group."""
+    """The `state_dict` of a rank's scheduler, and the parameters of the groups that it belongs to; None if nothing in
+    it belongs to a group."""
 
     groups: tuple[tuple[str, ...], ...] | None
     state: Mapping[str, Any]
 
+    @property
+    def of_any_groups(self) -> LRSchedulerState | None:
+        """What a `ReduceLROnPlateau` knows of the metric, which is the same for all groups. None for other schedulers,
+        which are made again and stepped forward."""
+        if "num_bad_epochs" not in self.state:
+            return None
+        values = {key: value for key, value in self.state.items() if isinstance(value, int | float | str)}
+        return LRSchedulerState(None, values)
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OptimizerState:
-    """One rank's share of the optimizer's state, by name of the parameter.
+    """One rank's share of the optimizer's state, by parameter name.
 
-    `sharding` says which rank has which slices, and is the same on all ranks; `states` are this rank's. `settings` are
-    those of the parameters' groups, and `old_settings` those of parameters that are not trained now.
+    `sharding` says which rank has which slices; it is the same on all ranks. `states` are those of this rank.
+    `settings` are the group settings of parameters, `old_settings` those of parameters that are not trained now.
     """
 
     num_steps: int = 0
@@ -41,13 +50,14 @@ class OptimizerState:
     states: Mapping[str, State] = field(default_factory=dict)
     settings: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
     old_settings: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
-    lr_scheduler: LRSchedulerState | None = None  # this rank's
+    lr_schedulers: Mapping[str, LRSchedulerState] = field(default_factory=dict)  # of this rank; in a sweep, by trial
     loss_scale: ScaleState | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class _TensorEntry:
-    """Metadata of a tensor in a parameter's state, for other ranks. `shape` is None if it is the slice's."""
+    """Metadata of a tensor in a parameter's state, for other ranks. `shape` is None if it is the shape of the
+    parameter's slice."""
 
     dtype: torch.dtype
     is_on_host: bool
@@ -55,13 +65,18 @@ class _TensorEntry:
 
 
 def reshard_state(world: World, state: OptimizerState, sharding: Sharding) -> OptimizerState:
-    """This rank's share of the state under another sharding. All ranks call this; each receives what it lacks from one
-    that has it. The state of parameters that are not in `sharding` stays with one rank, on the host."""
+    """Move this rank's share of the state to another sharding. All ranks must call this; each receives what it lacks
+    from one that has it.
+
+    The state of parameters that are not in `sharding` stays with one rank, on the host.
+    """
     described = {name: _describe(state.sharding[name][world.rank], values) for name, values in state.states.items()}
-    table = world.broadcast_object(world.gather_objects((described, state.settings, state.num_steps, state.loss_scale)))
-    latest = max(table, key=lambda row: row[2])  # a rank without parameters has counted no steps
+    metrics = {trial: scheduler.of_any_groups for trial, scheduler in state.lr_schedulers.items()}
+    row = described, state.settings, state.num_steps, state.loss_scale, metrics
+    table = world.broadcast_object(world.gather_objects(row))
+    latest = max(table, key=lambda row: row[2])  # a rank without parameters has not counted its steps
     descriptions = [row[0] for row in table]
-    # Ranks whose optimizer has not made a state yet (a parameter without gradients so far) have nothing to send.
+    # Ranks whose optimizer has no state yet (for a parameter without gradients so far) have nothing to send.
     old = {
         name: {rank: part for rank, part in slices.items() if name in descriptions[rank]}
         for name, slices in state.sharding.items()
@@ -69,7 +84,8 @@ def reshard_state(world: World, state: OptimizerState, sharding: Sharding) -> Op
     old = {name: slices for name, slices in old.items() if slices}
     new = keep_unused({name: sharding[name] for name in sharding if name in old}, old)
 
-    # Every tensor of a state moves by itself: sharded as its parameter, or whole on all ranks that have a slice.
+    # Each tensor of a state is moved separately: it is sharded like its parameter, or whole on all ranks that have a
+    # slice.
     old_tensors: dict[str, Mapping[int, Slice]] = {}
     new_tensors: dict[str, Mapping[int, Slice]] = {}
     tensors: dict[str, torch.Tensor] = {}
@@ -101,7 +117,11 @@ def reshard_state(world: World, state: OptimizerState, sharding: Sharding) -> Op
         states=states,
         settings={name: group for row in table for name, group in row[1].items()},
         old_settings=state.old_settings,
-        lr_scheduler=state.lr_scheduler,
+        # A rank that has trained no parameters until now takes over what the others know of the metric.
+        lr_schedulers={
+            **{trial: known for row in table for trial, known in row[4].items() if known is not None},
+            **state.lr_schedulers,
+        },
         loss_scale=latest[3],
     )
 
@@ -111,8 +131,8 @@ def on_host(state: State) -> dict[str, Any]:
 
 
 def _describe(part: Slice, state: State) -> dict[str, Any]:
-    """A state with the dtypes and shapes of its tensors instead of the tensors."""
-    # Tensors in the state of a zero-dimensional parameter are numbers, like its step count.
+    """A state with the dtypes and shapes of its tensors in place of the tensors."""
+    # For a zero-dimensional parameter, tensors in its state count as plain numbers, like its step count.
     sharded_shape = part.shape or None
     return {
         key: _TensorEntry(

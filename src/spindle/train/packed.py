@@ -17,18 +17,18 @@ from spindle.errors import TrainingError
 
 
 class Packed(NamedTuple):
-    """An entry of a batch in which samples have different numbers of rows, as `packed` makes it."""
+    """An entry of a batch in which samples have different numbers of rows. Made by `packed`."""
 
-    padded: Any  # samples x most rows of a sample x ...
-    lengths: Any  # rows of each sample
+    padded: Any  # (samples, most rows of a sample, ...)
+    lengths: Any  # the number of rows of each sample
 
 
 def packed(values: torch.Tensor, lengths: torch.Tensor | Sequence[int]) -> Packed:
     """Declare how many rows of a packed tensor belong to each sample of a batch, in order.
 
-    For batches whose entries have no row for each sample: `pixel_values` of Qwen-VL has a row for each patch, and
-    `image_grid_thw` one for each image. A task gets the tensor as it was, with the rows of the samples that its rank
-    has. Every sample has at least one row, because a rank may have that sample alone.
+    For batches with entries that do not have one row per sample: `pixel_values` of Qwen-VL has one row per patch,
+    `image_grid_thw` one per image. The task receives the tensor as it was, with the rows of the samples that its rank
+    has. Every sample needs at least one row, because a rank may have only that sample.
     """
     lengths = torch.as_tensor(lengths, dtype=torch.long)
     if lengths.dim() != 1 or not len(lengths):
@@ -41,7 +41,7 @@ def packed(values: torch.Tensor, lengths: torch.Tensor | Sequence[int]) -> Packe
     if int(lengths.sum()) != values.shape[0]:
         raise TrainingError(
             f"spindle.packed(values, lengths): the lengths add up to {int(lengths.sum())}, but values have "
-            f"{values.shape[0]} rows"
+            f"{values.shape[0]} rows; give the rows of each sample, in order"
         )
     return Packed(pad(values, lengths, int(lengths.max())), lengths)
 
@@ -64,7 +64,7 @@ def _mask(lengths: torch.Tensor, most: int) -> torch.Tensor:
 
 
 def unpacked(batch: Any) -> Any:
-    """A batch with its packed entries in their original form, for a task's function outside recording."""
+    """A batch with its packed entries in their original form, for calling a task's function outside of recording."""
     if not entries_of(batch):
         return batch
     return tree_map(lambda node: unpack(*node) if isinstance(node, Packed) else node, batch, is_leaf=_is_packed)
@@ -75,6 +75,6 @@ def _is_packed(node: Any) -> bool:
 
 
 def entries_of(batch: Any) -> list[Packed]:
-    """The packed entries of a batch, in the order in which rules count them."""
+    """The packed entries of a batch, in the order in which rules number them."""
     nodes = tree_leaves(batch, is_leaf=_is_packed)
     return [node for node in nodes if isinstance(node, Packed)]

@@ -33,13 +33,13 @@ from spindle.train.task_errors import copy_line
 
 @dataclass(frozen=True, slots=True)
 class PackedLeaf:
-    """A leaf of an output that has `ratio` rows for each row of an entry of the batch."""
+    """A leaf of an output that has `ratio` rows for each row of a packed entry of the batch."""
 
     entry: int
     ratio: Fraction
 
     def lengths(self, entry: Packed) -> tuple[torch.Tensor, int]:
-        """The rows of each sample, and the most of any sample in the batch."""
+        """The number of rows of each sample, and the most of any sample in the batch."""
         numerator, denominator = self.ratio.numerator, self.ratio.denominator
         return entry.lengths * numerator // denominator, entry.padded.shape[1] * numerator // denominator
 
@@ -48,12 +48,13 @@ Rules = tuple[PackedLeaf | None, ...]  # by leaf of an output
 
 
 class PackedPart(nn.Module):
-    """A module with the parameters, buffers and submodules of another, under the same names, whose output is padded."""
+    """A module with the parameters, buffers and submodules of another one, under the same names, whose output is
+    padded."""
 
     def __init__(self, module: nn.Module) -> None:
         super().__init__()
         self._parameters, self._buffers, self._modules = module._parameters, module._buffers, module._modules
-        self.__dict__["_packed"] = module  # not registered: names would change
+        self.__dict__["_packed"] = module  # kept out of the submodules, because names would change
 
     @property
     def training(self) -> bool:
@@ -78,7 +79,7 @@ class PackedPart(nn.Module):
 
 
 def _padded_call(rules: Rules) -> Callable[..., Any]:
-    """A function that gives the arguments of a `PackedPart`, from the packed entries and the module's own arguments."""
+    """A function that makes the arguments of a `PackedPart` from the packed entries and the module's own arguments."""
 
     def padded_call(entries: Sequence[Packed], arguments: tuple[Any, Any]) -> Any:
         return (rules, entries, *arguments), {}
@@ -87,7 +88,7 @@ def _padded_call(rules: Rules) -> Callable[..., Any]:
 
 
 def _unpacked_output(rules: Rules) -> Callable[..., Any]:
-    """A function from what a `PackedPart` returned to what the module itself returns."""
+    """A function that turns the output of a `PackedPart` back into what the module itself returns."""
 
     def unpacked_output(entries: Sequence[Packed], output: Any) -> Any:
         leaves, spec = tree_flatten(output)
@@ -103,17 +104,17 @@ def _unpacked_output(rules: Rules) -> Callable[..., Any]:
 
 
 def _named(function: Callable[..., Any], rules: Rules) -> Callable[..., Any]:
-    """Name a function of recorded code after what it does, the same in all processes."""
+    """Name a function of recorded code after what it does, so that its name is the same in all processes."""
     function.__qualname__ = f"{function.__name__} {rules}"
     function.reads_values = True  # type: ignore[attr-defined]
     return function
 
 
-# Which parts return packed tensors.
+# Finding the parts that return packed tensors
 
 
 def pad_packed_outputs(graph: fx.Graph, constants: nn.Module, batch_size: int, example: Any) -> None:
-    """Let calls of modules whose arguments or outputs are packed return them padded, in a graph of a task."""
+    """In the graph of a task, let modules with packed arguments or outputs return padded outputs."""
     entries = entries_of(example)
     if not entries or batch_size < 2:
         return
@@ -174,7 +175,7 @@ def _leaf_shapes(nest: Any) -> Shapes:
 
 @dataclass(frozen=True, slots=True)
 class _Rule:
-    """Which entry of a batch a tensor follows, from its shapes on the batch and on one of more `rows` of it."""
+    """Which entry of a batch a tensor follows, judged by its shapes for the batch and for a batch with more `rows`."""
 
     lengths: list[list[int]]  # by entry and sample
     rows: list[int]
@@ -182,7 +183,7 @@ class _Rule:
     def __call__(self, shape: tuple[int, ...] | None, more: tuple[int, ...] | None) -> PackedLeaf | None:
         if not shape or not more or shape[0] == more[0] or (shape[0], more[0]) == (len(self.rows) - 1, len(self.rows)):
             return None
-        # The entry with most rows says most about how long a sample is.
+        # The entry with most rows describes the length of a sample best.
         for entry in sorted(range(len(self.lengths)), key=lambda number: -sum(self.lengths[number])):
             counts = self.lengths[entry]
             ratio = Fraction(shape[0], sum(counts))

@@ -17,7 +17,7 @@ from spindle.errors import CheckpointError, TrainingError
 
 
 def to_plain(value: Any, where: str) -> Any:
-    """The JSON form of a value; `where` begins the error if it is not a plain one."""
+    """The JSON form of a value. `where` starts the error message if it is not a plain value."""
     match value:
         case None | bool() | int() | float() | str():
             if type(value) in (type(None), bool, int, float, str):
@@ -48,7 +48,7 @@ def to_plain(value: Any, where: str) -> Any:
 
 
 def from_plain(data: Any, where: str) -> Any:
-    """Read what `to_plain` made."""
+    """Read the JSON form that `to_plain` made."""
     if isinstance(data, list):
         return [from_plain(item, where) for item in data]
     if not isinstance(data, dict):

@@ -27,48 +27,59 @@ from spindle.program import Program, lower, verify
 from spindle.run import World, partitions
 from spindle.train.agreement import compare
 from spindle.train.analyze import AnalyzedWorkload
-from spindle.train.config import COLOCATE, DEFAULT_PLANNER, PIPELINE, Planning, TrainConfig
+from spindle.train.config import COLOCATE, PIPELINE, Planning, TrainConfig
 from spindle.train.feed import Batch
-from spindle.train.item_parts import WHOLE_CALLS, BatchItems, PartSettings, groups_of_ops, item_code, item_lengths
-from spindle.train.items import lengths_in
+from spindle.train.item_parts import (
+    WHOLE_CALLS,
+    BatchItems,
+    PartSettings,
+    groups_of_ops,
+    item_code,
+    item_lengths,
+    undivided_modules,
+)
+from spindle.train.items import has_items, lengths_in
 from spindle.train.microbatches import Key, on_one_device, step_graph, without_values
 from spindle.train.progress import Progress
 from spindle.train.trace import TracedTask
 from spindle.train.trial import why_not_sharded
 
-_PLANNED_MEMORY = 0.95  # share of the limit; predictions of memory are about this accurate
+# The share of the memory limit that plans may use: predictions of memory are about this accurate.
+_PLANNED_MEMORY = 0.95
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlannedWorkload:
     """A plan with its program, and the profile that it was made from.
 
-    A pipeline has a `layout` of its chunks; its plan is that of one microbatch of each task variant, and its steps have
-    plans of their own.
+    A pipeline has a `layout` of its chunks. Its plan is that of one microbatch of each task variant, because each of
+    its steps has a plan of its own.
     """
 
     profile: Profile
     plan: Plan
     program: Program
     layout: Layout | None = None
-    step_planner: str = PIPELINE  # of each step, where it has a layout
-    parts: PartSettings | None = None  # of item calls, where it has a layout
+    step_planner: str = PIPELINE  # the planner of each step, if there is a layout
+    parts: PartSettings | None = None  # of item calls, if there is a layout
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SavedPlanning:
-    """The plan and the profile of a checkpoint, if the user's planning options are those with which it was saved; or
-    those that a scheduler hands over."""
+    """The plan and the profile of a checkpoint, if the user's planning options are still the same; or those that a
+    scheduler has provided, whose plan is used if the script's own planner made it."""
 
     plan: Plan | None = None
     profile: Profile | None = None
+    is_scheduled: bool = False
 
     def applied_to(self, config: TrainConfig, graph: MetaGraph, profile: Profile, num_ranks: int) -> TrainConfig:
-        """The configuration with the saved plan, if that is for the same graph, ranks and profile."""
+        """The configuration with the saved plan, if that was made for the same graph, number of ranks and profile."""
         if (
             self.plan is None
             or self.profile is None
             or config.planning.is_pipelined
+            or (self.is_scheduled and not _would_make(config.planning, self.plan))
             or (self.plan.num_devices, self.plan.fingerprint) != (num_ranks, graph.fingerprint)
             or profile != replace(self.profile, graph=graph)
         ):
@@ -76,20 +87,31 @@ class SavedPlanning:
         return replace(config, planning=replace(config.planning, plan=self.plan))
 
 
-def scheduled_planning(planning: Planning, world: World, environment: Mapping[str, str] = os.environ) -> SavedPlanning:
-    """The plan and the profile that a scheduler hands over to this start of the job, so that it neither measures nor
-    plans, as rank 0 reads them; nothing where the script itself says how to plan, or rank 0 cannot read them."""
-    names = environment.get(variables.PLAN), environment.get(variables.PLAN_PROFILE)
-    is_free = planning.plan is None and planning.profile is None and planning.planner == DEFAULT_PLANNER
-    if None in names or not is_free:
+def scheduled_planning(planning: Planning, world: World) -> SavedPlanning:
+    """The plan and the profile that a scheduler has provided for this start of the job, so that it neither measures nor
+    plans.
+
+    As read by rank 0. Empty if the script plans in another way (with another planner, a function, a plan or a profile),
+    or if rank 0 cannot read them.
+    """
+    names = os.environ.get(variables.PLAN), os.environ.get(variables.PLAN_PROFILE)
+    if None in names:
         return SavedPlanning()
     scheduled = SavedPlanning()
     if world.rank == 0:
         with suppress(SpindleError):
             profile = read_profile(Path(str(names[1])))
-            scheduled = SavedPlanning(plan=read_plan(Path(str(names[0])), profile.graph), profile=profile)
+            plan = read_plan(Path(str(names[0])), profile)
+            if planning.profile is None and _would_make(planning, plan):
+                scheduled = SavedPlanning(plan=plan, profile=profile, is_scheduled=True)
     received: SavedPlanning = world.broadcast_object(scheduled)
     return received
+
+
+def _would_make(planning: Planning, plan: Plan) -> bool:
+    """Whether a plan is by the planner that the script chose, and by no memory limit, of which a scheduler knows
+    nothing."""
+    return planning.plan is None and planning.planner == plan.planner and planning.memory_limit_bytes is None
 
 
 def plan_workload(
@@ -102,8 +124,11 @@ def plan_workload(
     examples: Mapping[str, Any],
     sample_step: Sequence[Mapping[str, Batch]] = (),
 ) -> PlannedWorkload:
-    """Plan, and lower the plan to a program that is verified. `examples` has a batch of each task variant, and
-    `sample_step`, on rank 0, the batches of a step that stands for all, by micro-step and variant."""
+    """Make a plan, lower it to a program, and verify the program.
+
+    `examples` has a batch of each task variant. `sample_step` has, on rank 0, the batches of a representative step, by
+    micro-step and variant.
+    """
     planning = config.planning
     if planning.memory_limit_bytes is not None:
         cluster = profile.cluster.with_memory(int(_PLANNED_MEMORY * planning.memory_limit_bytes))
@@ -112,12 +137,12 @@ def plan_workload(
         name: degree for name, degree in planning.tensor_parallel_degrees.items() if name not in workload.ended_modules
     }
     if degrees:
-        profile = _with_degrees(profile, workload, degrees)
+        profile = _with_tensor_degrees(profile, workload, degrees)
     layout: Layout | None = None
     parts: PartSettings | None = None
     _check_sequence_degrees(workload, planning.sequence_parallel_degrees)
     if planning.is_pipelined:
-        profile = on_one_device(profile)  # stages have one device each
+        profile = on_one_device(profile)  # each stage has one device
         with progress.bar("planning"):
             layout, parts, plan = _pipeline_plan(workload, profile, config, world, notify, examples, sample_step)
     else:
@@ -128,6 +153,8 @@ def plan_workload(
         check(plan, profile)
         if plan.quotas:
             _grant_quotas(plan, profile, world, notify)
+    if planning.quotas and (reason := _why_no_quotas(world)):
+        notify(f"Planning(quotas=True) has no effect here: quotas of SMs are for one process with a GPU, and {reason}")
     owning_ranks = None if layout is None else owning_ranks_in(workload.graph, layout)
     program = lower(plan, profile, owning_ranks=owning_ranks)
     compare(world, {"the workload": workload.bound.workload, "the profile": profile, **_program_items(program)})
@@ -139,7 +166,8 @@ def plan_workload(
 
 
 def program_for_rows(planned: PlannedWorkload, rows: Mapping[str, int], world: World) -> Program:
-    """The plan's program for batches of these sizes, by task variant: other than planned in a loader's last batch."""
+    """The plan's program for batches of other sizes than planned, by task variant, as a loader's short last batch
+    has."""
     program = lower(planned.plan, planned.profile, dict(rows))
     compare(world, _program_items(program))
     _verify(program, planned.profile, world)
@@ -147,7 +175,7 @@ def program_for_rows(planned: PlannedWorkload, rows: Mapping[str, int], world: W
 
 
 def _verify(program: Program, profile: Profile, world: World) -> None:
-    """Verify a program that all ranks have, on rank 0: others need not load compiled loops for that."""
+    """Verify on rank 0 a program that all ranks have; the other ranks need not load compiled loops for that."""
     error: SpindleError | None = None
     if world.rank == 0:
         try:
@@ -174,8 +202,10 @@ def _pipeline_plan(
     sample_step: Sequence[Mapping[str, Batch]],
 ) -> tuple[Layout, PartSettings, Plan]:
     """Rank 0's placement of chunks, on all ranks, with a plan of one microbatch of each task variant; and how item
-    calls become parts, where encoders stand whole. An optimizer that cannot update parts of parameters is not
-    sharded."""
+    calls are split into parts if encoders are replicated.
+
+    An optimizer that cannot update parts of parameters is not sharded.
+    """
     planning = config.planning
     num_ranks = planning.pipeline_parallel_degree or world.size
     measured = {
@@ -207,11 +237,14 @@ def _pipeline_plan(
     layout, part_tokens, plan, reason = placed
     if reason is not None:
         notify(f"the optimizer is not sharded: {reason}")
+    undivided = undivided_modules(workload.graph, workload.code) if planning.takes_parts else {}
+    for module, why in sorted(undivided.items()):
+        notify(f"module {module!r} runs in the pipeline, its items undivided: {why}")
     return layout, PartSettings(part_tokens, measured, planning.sequence_parallel_degrees), plan
 
 
 def _check_sequence_degrees(workload: AnalyzedWorkload, degrees: Mapping[str, int]) -> None:
-    """Refuse sequence degrees of modules that cannot have them, with the reason."""
+    """Refuse sequence degrees for modules that cannot have them, with the reason."""
     facts = workload.bound.facts
     for name, degree in degrees.items():
         where = f"spindle.Planning(sequence_parallel_degrees={{{name!r}: {degree}}})"
@@ -249,8 +282,8 @@ def _choose_colocation(
     sample_step: Sequence[Mapping[str, Batch]],
     shards_optimizer: bool | None,
 ) -> tuple[Layout, int | None]:
-    """Where encoders stand and how large parts are, chosen on one step; None for the size of parts where all modules
-    are best spread over ranks."""
+    """Where encoders are placed and how large parts are, chosen on one step. The part size is None if all modules are
+    best spread over ranks."""
     planner, graph, code = str(config.planning.planner), workload.graph, workload.code
     tasks = workload.bound.tasks
     batches = {(name, 0): batch for name, batch in measured.items()}  # by variant and signature
@@ -258,14 +291,14 @@ def _choose_colocation(
     for row in sample_step:
         for name, batch in row.items():
             batches[name, batch.signature] = BatchItems(without_values(batch.nest), batch.lengths)
-            # Shapes are not inferred yet: other calls than those of items take time in proportion to their rows.
+            # Shapes are not inferred yet: calls without items are assumed to take time in proportion to their rows.
             scale = _num_row_elements(tasks[name], batch.nest) / _num_row_elements(tasks[name], measured[name].nest)
             scales[name, batch.signature] = dict.fromkeys(range(len(graph.metaops)), scale)
     key: Key = tuple(
         tuple((name, batch.num_rows, batch.signature) for name, batch in row.items()) for row in sample_step
     )
-    if not any(key):  # first batches of the variants of each task in turn
-        variants: dict[int, list[str]] = {}  # by the function of the task
+    if not any(key):  # the first batches of the variants of each task, in turn
+        variants: dict[int, list[str]] = {}  # by the function of their task
         for name, task in tasks.items():
             variants.setdefault(id(task.recorded.definition.function), []).append(name)
         key = tuple(
@@ -275,17 +308,23 @@ def _choose_colocation(
             )
             for number in range(max(config.gradient_accumulation_steps, *map(len, variants.values())))
         )
-    # Modules of variants that the step does not have need a place, too.
+    # modules of variants that the step does not have need a place, too
     missing = set(tasks).difference(name for row in key for name, _, _ in row)
     key += tuple(((name, tasks[name].recorded.definition.batch_size, 0),) for name in tasks if name in missing)
     sizes = []  # of all items of a microbatch
     for group in groups_of_ops(graph, code, range(len(graph.metaops))):
         known, variant = item_code(code[group[0]]), graph.metaops[group[0]].task
         assert known is not None
-        taken = [batches[name, signature] for row in key for name, _, signature in row if name == variant]
-        sizes += [sum(item_lengths(known, batch)) for batch in taken]
+        batches_of_variant = [batches[name, signature] for row in key for name, _, signature in row if name == variant]
+        sizes += [sum(item_lengths(known, batch)) for batch in batches_of_variant]
     sizes = [size for size in sizes if size]
-    if not sizes and planner != COLOCATE:
+    # The first batch of a task may have no items: it is planned without parts until one with items appears.
+    awaits_items = any(
+        task.recorded.definition.items and not has_items(task.recorded.definition, measured[name].nest)
+        for name, task in tasks.items()
+    )
+    has_others = bool(undivided_modules(graph, code))
+    if not sizes and planner != COLOCATE and not awaits_items and not has_others:
         raise PlanError(
             f'spindle.Planning(planner="{planner}"): places the modules that read items alone, and no task has such a '
             'call; declare them with @spindle.task(items={...}), or take planner="pipeline"'
@@ -309,12 +348,12 @@ def _choose_colocation(
 
 
 def _num_row_elements(task: TracedTask, nest: Any) -> int:
-    """Elements of the tensors of a batch that have a row for each sample."""
+    """The number of elements in those tensors of a batch that have one row per sample."""
     leaves = zip(tree_leaves(nest), task.batch_axes, strict=True)
     return max(1, sum(int(leaf.numel()) for leaf, axis in leaves if axis is not None))
 
 
-def _with_degrees(profile: Profile, workload: AnalyzedWorkload, degrees: Mapping[str, int]) -> Profile:
+def _with_tensor_degrees(profile: Profile, workload: AnalyzedWorkload, degrees: Mapping[str, int]) -> Profile:
     try:
         return profile.with_degrees(degrees)
     except ProfileError as error:
@@ -338,8 +377,8 @@ def _shared_plan(
 ) -> Plan:
     """Rank 0's plan, on all ranks.
 
-    Where ranks would update parts of parameters, the optimizer is tried first: if it cannot, it is not sharded, and
-    tensor parallel groups are refused.
+    If ranks would update parts of parameters, the optimizer is tried first. If it cannot do that, its state is not
+    sharded, and tensor-parallel groups are refused.
     """
     plan: Plan | None = None
     reason: str | None = None
@@ -347,7 +386,7 @@ def _shared_plan(
         plan = _rank_0_plan(profile, config, config.planning.shard_optimizer, report_share)
         if (plan.shard_optimizer or _splits_parameters(plan)) and world.size > 1:
             reason = _why_not_sharded(workload, config)
-        # Plan again: without sharding, a different plan may be best.
+        # plan again, because without sharding another plan may be best
         if reason is not None and plan.shard_optimizer:
             plan = _rank_0_plan(profile, config, False, report_share)
     shared: Plan
@@ -369,12 +408,20 @@ def _shared_plan(
 
 def _why_not_sharded(workload: AnalyzedWorkload, config: TrainConfig) -> str | None:
     trained = [item for item in workload.bound.parameters.items() if item[1].requires_grad]
-    return why_not_sharded(config.optimizer, trained)
+    owners = workload.bound.trial_of if config.is_sweep else {}
+    reasons = (
+        why_not_sharded(options.optimizer, [item for item in trained if owners.get(item[0], "") == options.trial])
+        for options in config.updates
+    )
+    return next((reason for reason in reasons if reason is not None), None)
 
 
 def _with_lanes(plan: Plan, profile: Profile, world: World, notify: Callable[[str], None]) -> Profile:
-    """The profile for a plan with several lanes. On CPUs, where lanes run in turn, two passes together take as long as
-    one after the other; on GPUs their contention must have been measured."""
+    """The profile for a plan with several lanes.
+
+    On CPUs, lanes run one after another, so two passes at the same time take as long as in sequence. On GPUs, their
+    contention must have been measured.
+    """
     if world.device.type == "cuda":
         if world.shares_gpu:
             raise PlanError(
@@ -383,6 +430,12 @@ def _with_lanes(plan: Plan, profile: Profile, world: World, notify: Callable[[st
             )
         return profile
     notify(f"this plan has {plan.num_lanes} lanes; on CPUs they run one after another, in the order of the plan")
+    return with_serial_lanes(profile)
+
+
+def with_serial_lanes(profile: Profile) -> Profile:
+    """The profile in which two passes at the same time take as long as in sequence, unless their contention was
+    measured."""
     alone = Contention(forward=(1.0, 1.0), backward=(1.0, 1.0))
     curves = tuple(
         tuple(
@@ -395,17 +448,22 @@ def _with_lanes(plan: Plan, profile: Profile, world: World, notify: Callable[[st
 
 
 def _grant_quotas(plan: Plan, profile: Profile, world: World, notify: Callable[[str], None]) -> None:
-    """Split the SMs of this GPU among the lanes, and say how many each of them has."""
-    if world.device.type != "cuda" or world.size > 1:
-        where = "CPUs have no SMs" if world.device.type != "cuda" else f"got {world.size} ranks"
+    """Split the SMs of this GPU among the lanes, and report how many each of them has."""
+    if reason := _why_no_quotas(world):
         raise PlanError(
             f"this plan has quotas of {listed([str(quota) for quota in plan.quotas])} SMs, which are for one process "
-            f"with a GPU, and {where}; leave its quotas out"
+            f"with a GPU, and {reason}; leave its quotas out"
         )
     groups = profile.cluster.kind.sm_groups
     assert groups is not None, "check refuses quotas of unknown SMs"
     granted = [f"lane {lane} on {len(partition.sms)}" for lane, partition in enumerate(partitions(plan.quotas))]
     notify(f"lanes have SMs of their own: {listed(granted)}, of {groups.num_sms}")
+
+
+def _why_no_quotas(world: World) -> str | None:
+    if world.device.type != "cuda":
+        return "CPUs have no SMs"
+    return f"got {world.size} ranks" if world.size > 1 else None
 
 
 def _splits_parameters(plan: Plan) -> bool:
@@ -415,7 +473,7 @@ def _splits_parameters(plan: Plan) -> bool:
 def _rank_0_plan(
     profile: Profile, config: TrainConfig, shard_optimizer: bool | None, report_share: Callable[[float], None]
 ) -> Plan:
-    """The given plan, or a new one."""
+    """Rank 0's plan: the given one, or a new one."""
     given, planner = config.planning.plan, config.planning.planner
     if given is None and isinstance(planner, str):
         options = PlanOptions(
@@ -433,5 +491,5 @@ def _rank_0_plan(
     elif isinstance(given, str) and "*" in given:
         plan = parse_plan(given, profile)
     else:
-        plan = read_plan(Path(given), profile.graph)
+        plan = read_plan(Path(given), profile)
     return plan if shard_optimizer is None else replace(plan, shard_optimizer=shard_optimizer)

@@ -16,17 +16,25 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch.nn.modules.batchnorm import _BatchNorm
+from torch.nn.modules.batchnorm import _BatchNorm, _NormBase
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
 from spindle.errors import WorkloadError
-from spindle.models import ChainLayer, RandomWeights, device_of, without_caches
-from spindle.run import Axes, ItemCode, cut, cut_leaf, pytree_meta
+from spindle.models import ChainLayer, ModuleSnapshot, ModuleStates, RandomWeights, device_of, without_caches
+from spindle.run import Axes, ItemCode, cut, cut_leaf, pytree_meta, takes_gradient
+from spindle.train.draws import generator_states, has_drawn_since
 from spindle.train.index_checks import IndexChecks
 from spindle.train.item_probe import probe_items
 from spindle.train.record import RecordedCall, handles_of, parameter_names
 from spindle.train.sequence_probe import probe_sequences
+from spindle.train.task_errors import line_of, named_call
 from spindle.train.trace import TracedTask, Visit, unchanged, walk
+
+# Why a call is taken to couple its samples.
+KEEPS = "it keeps something of the samples it sees"
+INFLUENCE = "its samples influence each other"
+NORMALISES = "it normalises over its batch"
+DOES_NOT_RUN = "it does not run on two samples"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -36,6 +44,8 @@ class Facts:
     coupled: dict[tuple[str, str], str] = field(default_factory=dict)  # with the reason
     random_layers: frozenset[tuple[str, str, int]] = frozenset()
     random_losses: frozenset[str] = frozenset()
+    # Calls that change their modules, and whether outputs may follow from that: they do not from running statistics.
+    keeping: dict[tuple[str, str], bool] = field(default_factory=dict)
     # Names of parameters that a gradient may reach, by task; None if that could not be determined.
     reached: dict[str, frozenset[str]] | None = None
     items: dict[tuple[str, str], ItemCode] = field(default_factory=dict)
@@ -43,9 +53,12 @@ class Facts:
     unshared_items: dict[tuple[str, str], str] = field(default_factory=dict)  # why one device runs an item
 
 
-def probe(tasks: Sequence[TracedTask], batches: dict[str, Any], *, shares_items: bool = False) -> Facts:
+def probe(
+    tasks: Sequence[TracedTask], batches: dict[str, Any], *, shares_items: bool = False, must_run: bool = False
+) -> Facts:
     """Run the tasks on two rows of their first batches, and restore modules and random state. With `shares_items`, try
-    whether several devices can share an item, too."""
+    whether several devices can share an item, too. With `must_run`, the error of a task that runs neither on two rows
+    nor on its batch is raised."""
     coupled: dict[tuple[str, str], str] = {}
     random_layers: set[tuple[str, str, int]] = set()
     random_losses: set[str] = set()
@@ -53,6 +66,7 @@ def probe(tasks: Sequence[TracedTask], batches: dict[str, Any], *, shares_items:
     items: dict[tuple[str, str], ItemCode] = {}
     coupled_items: dict[tuple[str, str], str] = {}
     unshared_items: dict[tuple[str, str], str] = {}
+    keeping: dict[tuple[str, str], bool] = {}
     handles = handles_of([task.recorded for task in tasks])
     names = parameter_names(handles)
     on_gpu = device_of(list(batches.values())).type == "cuda"
@@ -60,7 +74,9 @@ def probe(tasks: Sequence[TracedTask], batches: dict[str, Any], *, shares_items:
     with unchanged([handle.module for handle in handles.values()]), checks:
         for task in tasks:
             coupled.update(_coupled_by_shape(task))
-            parameters = _probe_task(task, batches[task.name], coupled, random_layers, random_losses)
+            parameters = _probe_task(task, batches[task.name], coupled, random_layers, random_losses, keeping)
+            if parameters is None and must_run:
+                _run(task, batches[task.name])
             if parameters is None or reached is None:
                 reached = None
             else:
@@ -77,6 +93,7 @@ def probe(tasks: Sequence[TracedTask], batches: dict[str, Any], *, shares_items:
         coupled=coupled,
         random_layers=frozenset(random_layers),
         random_losses=frozenset(random_losses),
+        keeping=keeping,
         reached=reached,
         items=items,
         coupled_items=coupled_items,
@@ -85,9 +102,12 @@ def probe(tasks: Sequence[TracedTask], batches: dict[str, Any], *, shares_items:
 
 
 def _coupled_by_shape(task: TracedTask) -> Iterator[tuple[tuple[str, str], str]]:
+    sources = {call.name: call.sources for call in task.recorded.calls}
     for call, layers in task.layers.items():
         if task.whole_only:
             yield (task.name, call), task.whole_only
+        elif not task.uneven.isdisjoint((call, *sources[call])):
+            yield (task.name, call), "its samples have different numbers of rows"
         elif any(layer.mixes for layer in layers):
             yield (task.name, call), "it does not work on each sample by itself"
 
@@ -98,6 +118,7 @@ def _probe_task(
     coupled: dict[tuple[str, str], str],
     random_layers: set[tuple[str, str, int]],
     random_losses: set[str],
+    all_keeping: dict[tuple[str, str], bool],
 ) -> set[int] | None:
     """Probe one task. Returns the ids of parameters that a gradient may reach, or None if that failed."""
     rows = task.recorded.definition.batch_size
@@ -108,15 +129,22 @@ def _probe_task(
         pair = _different(pair, task)
     outputs: dict[str, Any] = {}
     visits: list[Visit] = []
-    keeping: set[str] = set()  # calls that change the state of their modules
+    keeping: dict[str, bool] = {}  # calls that change their modules
+    # Where two rows cannot be tried: calls whose first run has set attributes of their modules.
+    changing: list[RecordedCall] = []
     try:
         for visit in walk(task.recorded, pair, outputs):
             before = _Buffers(visit.layer)
+            if few == 1 and visit.number == 0:
+                states = ModuleStates(visit.call.handle.module.modules())
             with _drawing() as drawn:
                 visit.values = visit.run()
-            if before.have_changed():
-                keeping.add(visit.call.name)
-                coupled.setdefault((task.name, visit.call.name), "it keeps something of the samples it sees")
+            if changed := before.changed():
+                matters = not changed <= _running_statistics(visit.call)
+                keeping[visit.call.name] = keeping.get(visit.call.name, False) or matters
+                coupled.setdefault((task.name, visit.call.name), _normalises(visit.call) or KEEPS)
+            elif few == 1 and visit.number == len(visit.call.chain.layers) - 1 and states.changed_modules():
+                changing.append(visit.call)
             if drawn():
                 random_layers.add((task.name, visit.call.name, visit.number))
             visits.append(visit)
@@ -134,7 +162,7 @@ def _probe_task(
             loss.backward(retain_graph=True)
             reached = {id(parameter) for parameter in parameters if parameter.grad is not None}
             # A parameter that was not used at all (an expert without samples) may be used in a step.
-            values = [leaf for visit in visits for leaf in tree_leaves(visit.values) if _takes_gradient(leaf)]
+            values = [leaf for visit in visits for leaf in tree_leaves(visit.values) if takes_gradient(leaf)]
             used = _ids_in_graphs(values)
             if used is None:
                 torch.autograd.backward(values, [torch.zeros_like(value) for value in values])
@@ -148,7 +176,53 @@ def _probe_task(
         is_random = {call for name, call, _ in random_layers if name == task.name}
         for call, reason in _coupled_calls(task, pair, outputs, is_random, keeping):
             coupled.setdefault((task.name, call), reason)
+    for changing_call in changing:
+        if changing_call.name not in keeping and _differs_again(changing_call, pair, outputs):
+            keeping[changing_call.name] = True
+    all_keeping.update({(task.name, call): matters for call, matters in keeping.items()})
     return reached
+
+
+def _differs_again(call: RecordedCall, batch: Any, outputs: dict[str, Any]) -> bool:
+    """Whether a call sets attributes of its module each time, and returns something else then."""
+    returned = []
+    try:
+        with torch.no_grad():
+            for _ in range(2):
+                states = ModuleStates(call.handle.module.modules())
+                torch.manual_seed(_SEED)
+                args, kwargs = call.arguments(batch, *(outputs[source] for source in call.sources))
+                returned.append(call.chain(*args, **kwargs))
+    except Exception:  # the user's code, on fewer rows than it may expect
+        return False
+    return bool(states.changed_modules()) and not _alike(*returned)
+
+
+def _running_statistics(call: RecordedCall) -> set[int]:
+    """Ids of buffers that a module in training mode updates and does not read."""
+    normalisations = (module for module in call.handle.module.modules() if isinstance(module, _NormBase))
+    return {id(buffer) for module in normalisations if module.training for buffer in module.buffers()}
+
+
+def _normalises(call: RecordedCall) -> str:
+    """Which module of a call normalises over its batch; empty if none does."""
+    for name, module in call.handle.module.named_modules():
+        if isinstance(module, _BatchNorm) and module.training:
+            return f"{NORMALISES} ({name}, a {type(module).__name__})" if name else NORMALISES
+    return ""
+
+
+def _run(task: TracedTask, batch: Any) -> None:
+    """Run a task on a whole batch, for its errors."""
+    outputs: dict[str, Any] = {}
+    try:
+        with torch.no_grad():
+            for visit in walk(task.recorded, batch, outputs):
+                with named_call(visit.call.line, visit.call.handle.name):
+                    visit.values = visit.run()
+            task.recorded.loss(batch, *(outputs[source] for source in task.recorded.loss_sources))
+    except (torch.OutOfMemoryError, MemoryError):  # a step may run it on several devices
+        return
 
 
 def _ids_in_graphs(values: Sequence[torch.Tensor]) -> set[int] | None:
@@ -170,13 +244,14 @@ def _ids_in_graphs(values: Sequence[torch.Tensor]) -> set[int] | None:
 
 
 def _coupled_calls(
-    task: TracedTask, pair: Any, outputs: dict[str, Any], is_random: set[str], keeping: set[str]
+    task: TracedTask, pair: Any, outputs: dict[str, Any], is_random: set[str], keeping: dict[str, bool]
 ) -> Iterator[tuple[str, str]]:
-    """Run each call on both rows, and on each with a copy of itself."""
+    """Run each call on both rows, and on each with a copy of itself. Adds calls to `keeping` that change attributes of
+    their modules and their next outputs with them."""
     axes = {call: layers[-1].axes for call, layers in task.layers.items()}
     for call in task.recorded.calls:
         if call.name not in outputs:
-            yield call.name, "it does not run on two samples"
+            yield call.name, DOES_NOT_RUN
             continue
 
         def rows(wanted: list[int], call: RecordedCall = call) -> tuple[Any, Any]:
@@ -191,19 +266,32 @@ def _coupled_calls(
             _compare_whole(task, call, pair, outputs)
         try:
             with torch.no_grad():
-                # If the output of a row changes beside a copy of itself, it depended on the other row; if that of the
-                # copy differs, it depends on its position.
-                first, second = rows([0, 1])
-                again, copy = rows([0, 0])
-                alone = _alike(first, again) and _alike(second, rows([1, 1])[1])
-                anywhere = call.name in is_random or _alike(first, copy)
+                pair_of_rows = rows([0, 1])
+                states = ModuleStates(call.handle.module.modules())
+                reason = _coupling(rows, pair_of_rows, is_random=call.name in is_random)
         except Exception as error:
             yield call.name, f"it does not run on part of a batch ({type(error).__name__})"
             continue
-        if not alone:
-            yield call.name, "its samples influence each other"
-        elif not anywhere:
-            yield call.name, "what it does with a sample depends on its place in the batch"
+        if reason == INFLUENCE and states.changed_modules():
+            keeping.setdefault(call.name, True)
+            yield call.name, KEEPS
+        elif reason:
+            yield call.name, reason
+
+
+def _coupling(rows: Callable[[list[int]], tuple[Any, Any]], pair: tuple[Any, Any], *, is_random: bool) -> str:
+    """Why two rows are coupled; empty if they are not. `rows` runs on two given rows, `pair` is its output for both.
+
+    If the output of a row changes next to a copy of itself, it depended on the other row; if the output of the copy
+    differs, it depends on the position in the batch.
+    """
+    first, second = pair
+    first_again, copy = rows([0, 0])
+    if not (_alike(first, first_again) and _alike(second, rows([1, 1])[1])):
+        return INFLUENCE
+    if not is_random and not _alike(first, copy):
+        return "what it does with a sample depends on its place in the batch"
+    return ""
 
 
 def _compare_whole(task: TracedTask, call: RecordedCall, pair: Any, outputs: dict[str, Any]) -> None:
@@ -216,13 +304,29 @@ def _compare_whole(task: TracedTask, call: RecordedCall, pair: Any, outputs: dic
             whole = call.handle.module(*args, **kwargs)
     except Exception:  # the user's code on two rows; the layers ran
         return
-    ours, theirs = tree_leaves(outputs[call.name]), tree_leaves(whole)
-    if len(ours) != len(theirs) or not all(map(_close, ours, theirs)):
+    if not _all_close(outputs[call.name], whole) and not _is_alike_from_one_state(call, args, kwargs):
         raise WorkloadError(
             f"task {task.name!r}: {call.name} gives different results layer by layer than as a whole, so its code "
             "does something that cannot be recorded; register it with "
             f"spindle.module({call.handle.name!r}, ..., split=False)"
         )
+
+
+def _all_close(split: Any, whole: Any) -> bool:
+    actual, expected = tree_leaves(split), tree_leaves(whole)
+    return len(actual) == len(expected) and all(map(_close, actual, expected))
+
+
+def _is_alike_from_one_state(call: RecordedCall, args: Any, kwargs: Any) -> bool:
+    """Whether the layers compute what the module does where both begin with what earlier calls have left on it."""
+    module = call.handle.module
+    before = ModuleSnapshot([module])
+    with torch.no_grad(), without_caches(module):
+        split = call.chain(*args, **kwargs)
+        before.restore()
+        whole = module(*args, **kwargs)
+        before.restore()
+    return _all_close(split, whole)
 
 
 def _close(split: Any, whole: Any) -> bool:
@@ -232,10 +336,6 @@ def _close(split: Any, whole: Any) -> bool:
     tolerance = 1e-9 if split.dtype == torch.float64 else 1e-2
     scale = float(whole.abs().max()) if whole.numel() else 0.0
     return torch.allclose(split, whole, rtol=tolerance, atol=tolerance * scale, equal_nan=True)
-
-
-def _takes_gradient(leaf: Any) -> bool:
-    return isinstance(leaf, torch.Tensor) and leaf.requires_grad
 
 
 _SEED = 20240611
@@ -293,13 +393,8 @@ def _rows(nest: Any, axes: Axes, num_rows: int, wanted: list[int]) -> Any:
 @contextmanager
 def _drawing() -> Iterator[Any]:
     """Whether random numbers were drawn inside."""
-    before = _generators()
-    yield lambda: any(not torch.equal(one, two) for one, two in zip(before, _generators(), strict=True))
-
-
-def _generators() -> list[torch.Tensor]:
-    """The states of the generators that layers draw from."""
-    return [torch.get_rng_state(), *([torch.cuda.get_rng_state()] if torch.cuda.is_available() else [])]
+    before = generator_states()
+    yield lambda: has_drawn_since(before)
 
 
 # Without weights.
@@ -312,6 +407,7 @@ def probe_without_weights(tasks: Sequence[TracedTask], batches: dict[str, Any]) 
     """What `probe` finds, of modules whose weights are on `meta`: layers run one at a time on two rows, with random
     weights that are dropped again; of layers that do the same, one. And which modules could not be run, and why."""
     coupled: dict[tuple[str, str], str] = {}
+    keeping: dict[tuple[str, str], bool] = {}
     unknown: dict[str, str] = {}
     handles = handles_of([task.recorded for task in tasks])
     with unchanged([handle.module for handle in handles.values()]), torch.no_grad():
@@ -322,10 +418,16 @@ def probe_without_weights(tasks: Sequence[TracedTask], batches: dict[str, Any]) 
                 _probe_layers(task, batches[task.name], coupled, unknown)
     for task in tasks:
         for call in task.recorded.calls:
-            if any(isinstance(module, _BatchNorm) and module.training for module in call.handle.module.modules()):
-                coupled[task.name, call.name] = "it normalises over its batch"
+            key = (task.name, call.name)
+            if _running_statistics(call):
+                keeping[key] = False
+            elif coupled.get(key) == KEEPS:
+                keeping[key] = True
+            if reason := _normalises(call):
+                coupled[key] = reason
     known = {call.handle.name for task in tasks for call in task.recorded.calls if (task.name, call.name) in coupled}
-    return Facts(coupled=coupled), {name: reason for name, reason in unknown.items() if name not in known}
+    unknown = {name: reason for name, reason in unknown.items() if name not in known}
+    return Facts(coupled=coupled, keeping=keeping), unknown
 
 
 def _probe_layers(task: TracedTask, batch: Any, coupled: dict[tuple[str, str], str], unknown: dict[str, str]) -> None:
@@ -362,7 +464,7 @@ def _probe_layers(task: TracedTask, batch: Any, coupled: dict[tuple[str, str], s
                 with RandomWeights(call.handle.module, layer.parameters):
                     values, reason = _tried_layer(layer, inputs, traced.axes)
             except Exception as error:  # the user's code, on two rows
-                unknown.setdefault(name, f"it does not run on two samples here ({type(error).__name__})")
+                unknown.setdefault(name, f"trying it on two samples failed ({_what_failed(error, call)})")
                 break
             if reason:
                 coupled.setdefault((task.name, call.name), reason)
@@ -370,6 +472,12 @@ def _probe_layers(task: TracedTask, batch: Any, coupled: dict[tuple[str, str], s
                 seen[key] = values
         else:
             outputs[call.name] = values[0]
+
+
+def _what_failed(error: Exception, call: RecordedCall) -> str:
+    """The line and torch's first sentence: it may be a mistake in the task, which training would meet, too."""
+    said = str(error).strip().split("\n")[0]
+    return ": ".join(filter(None, (line_of(error) or call.line, type(error).__name__, said)))
 
 
 def _inner_inputs(values: Any, axes: Axes, wanted: list[int]) -> Any:
@@ -391,26 +499,22 @@ def _tried_layer(layer: ChainLayer, inputs: Callable[[list[int]], Any], axes: Ax
     torch.manual_seed(_SEED)
     with _drawing() as drawn:
         both = layer.run(*args, **kwargs)
-    if before.have_changed():
-        return both, "it keeps something of the samples it sees"
-    first, second = (cut(both, axes, 2, number, number + 1) for number in (0, 1))
-    again, copy = outputs([0, 0])
-    if not (_alike(first, again) and _alike(second, outputs([1, 1])[1])):
-        return both, "its samples influence each other"
-    if not drawn() and not _alike(first, copy):
-        return both, "what it does with a sample depends on its place in the batch"
-    return both, ""
+    if before.changed():
+        return both, KEEPS
+    pair = cut(both, axes, 2, 0, 1), cut(both, axes, 2, 1, 2)
+    return both, _coupling(outputs, pair, is_random=drawn())
 
 
 class _Buffers:
-    """The buffers of a layer at the time of construction, and whether it has changed or replaced them since."""
+    """The buffers of a layer at the time of construction, and those that it has changed or replaced since."""
 
     def __init__(self, layer: ChainLayer) -> None:
         self._layer, self._buffers = layer, layer.buffers  # held, so that no other tensor gets their ids
         self._versions = self._current()
 
-    def have_changed(self) -> bool:
-        return self._versions != self._current()
+    def changed(self) -> set[int]:
+        """Ids of the buffers that are not what they were."""
+        return {buffer for buffer, _ in self._versions ^ self._current()}
 
-    def _current(self) -> list[tuple[int, int]]:
-        return [(id(buffer), buffer._version) for buffer in self._layer.buffers]
+    def _current(self) -> set[tuple[int, int]]:
+        return {(id(buffer), buffer._version) for buffer in self._layer.buffers}

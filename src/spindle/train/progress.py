@@ -10,17 +10,18 @@ from contextlib import contextmanager
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, TaskID, TextColumn, TimeRemainingColumn
 from rich.progress import Progress as Bars
+from rich.table import Column
 
 from spindle.report import loss_text
 
-_LINES = 10  # of a run without a terminal
+_LINES = 10  # seconds between lines, without a terminal
 
 
 class Progress:
-    """Report stages, steps and losses, if enabled."""
+    """Reports stages, steps and losses on stderr, if enabled, and warnings in any case, unless it is `silent`."""
 
-    def __init__(self, enabled: bool) -> None:
-        self._enabled = enabled
+    def __init__(self, enabled: bool, *, silent: bool = False) -> None:
+        self._enabled, self._silent = enabled, silent
         self._console = Console(stderr=True, highlight=False, markup=False, emoji=False)
         self._bars: Bars | None = None
         self._task: TaskID | None = None
@@ -33,13 +34,17 @@ class Progress:
         if self._enabled:
             self._console.print(f"note: {text}", soft_wrap=True)
 
+    def warn(self, text: str) -> None:
+        if not self._silent:
+            self._console.print(f"warning: {text}", soft_wrap=True)
+
     def stage(self, text: str) -> None:
         if self._enabled:
             self._console.print(f"{text} ...", style="dim")
 
     @contextmanager
     def bar(self, text: str) -> Iterator[Callable[[float], None]]:
-        """A bar for work that reports which share of it is done; a line where there is no terminal."""
+        """A progress bar for work that reports which share of it is done; a line of text without a terminal."""
         if not self._console.is_terminal:
             self.stage(text)
         with Bars(
@@ -55,12 +60,14 @@ class Progress:
     def training(self, steps: int) -> None:
         self._steps = steps
         if self._enabled and self._console.is_terminal:
+            # Losses of many tasks are cut off where they do not fit; the other columns never are.
             self._bars = Bars(
                 TextColumn("step"),
-                MofNCompleteColumn(),
-                BarColumn(bar_width=20),
-                TextColumn("{task.description}", markup=False),
-                TimeRemainingColumn(),
+                MofNCompleteColumn(table_column=Column(no_wrap=True, min_width=2 * len(str(steps)) + 1)),
+                BarColumn(bar_width=10),
+                TextColumn("{task.description}", markup=False, table_column=Column(no_wrap=True, ratio=1)),
+                TimeRemainingColumn(table_column=Column(no_wrap=True, min_width=len("0:00:00"))),
+                expand=True,
                 console=self._console,
                 transient=True,
                 auto_refresh=False,
@@ -69,7 +76,7 @@ class Progress:
             self._task = self._bars.add_task("", total=steps)
 
     def losses(self, losses: dict[str, float]) -> None:
-        """Update the losses that are shown; a task without a part in the step keeps its last one."""
+        """Update the losses that are shown. A task that is not in the step keeps its last loss."""
         self._losses.update(losses)
 
     def step(self, done: int, step_s: float, *, samples: int = 0, tokens: int = 0, idle: float | None = None) -> None:
@@ -85,7 +92,7 @@ class Progress:
             ]
         )
         if self._bars is not None and self._task is not None:
-            # Drawing costs time that belongs to the step.
+            # drawing takes time that would count as part of the step
             now = time.monotonic()
             if now - self._shown_s > 0.2 or done == self._steps:
                 self._shown_s = now

@@ -1,7 +1,7 @@
 """Notices for tasks that print, or read the values of tensors, while they are recorded.
 
 A task's function runs without values when it is recorded; training runs what was recorded. So `print(loss)` shows a
-placeholder, and `history.append(loss.item())` appends one. Both are common in code that is being debugged.
+placeholder, and `history.append(loss.item())` appends one. Both are common while debugging.
 """
 
 from __future__ import annotations
@@ -16,14 +16,14 @@ from typing import Any
 
 from spindle.train.task_errors import users_line
 
-_READING = ("item", "tolist", "numpy")  # methods of a tensor that give its values to Python
+_READING = ("item", "tolist", "numpy")  # methods of a tensor that return its values to Python
 INSTEAD = "to see numbers, return spindle.result(loss, name=...)"
 _notify: ContextVar[Callable[[str], None] | None] = ContextVar("notify", default=None)
 
 
 @contextmanager
 def noticing(notify: Callable[[str], None]) -> Iterator[None]:
-    """A context in which `notify` is called for tasks that print or read values while they are recorded."""
+    """A context in which `notify` is called if a task prints or reads values while it is recorded."""
     token = _notify.set(notify)
     try:
         yield
@@ -32,9 +32,11 @@ def noticing(notify: Callable[[str], None]) -> Iterator[None]:
 
 
 def note_method(task: str, name: Any) -> None:
-    """Notify that a task calls a method that reads values."""
+    """Notify the user that a task calls a method that reads values, or computes gradients."""
+    if name == "backward":
+        _add_notice(task, "calls .backward(), which has no effect: gradients of what the task returns are computed")
     if name in _READING:
-        _tell(
+        _add_notice(
             task,
             f"calls .{name}() of a tensor, which has no value while the task is recorded. What the task computes from "
             f"it waits for the GPU in every step; other code does not run again; {INSTEAD}",
@@ -43,14 +45,14 @@ def note_method(task: str, name: Any) -> None:
 
 @contextmanager
 def prints_noticed(task: str) -> Iterator[None]:
-    """A context for recording a task in this thread: prints of placeholders become a notice."""
+    """A context for recording a task in this thread: printing placeholders becomes a notice."""
     show, thread = builtins.print, threading.get_ident()
 
     def noticed_print(*values: Any, **options: Any) -> None:
         if threading.get_ident() != thread or not users_line(sys._getframe(1), only_caller=True):
             show(*values, **options)
             return
-        _tell(task, f"prints while the task is recorded, without values, and not in training; {INSTEAD}")
+        _add_notice(task, f"prints while the task is recorded, without values, and not in training; {INSTEAD}")
         if not any("Proxy(" in str(value) for value in values):
             show(*values, **options)
 
@@ -61,7 +63,7 @@ def prints_noticed(task: str) -> Iterator[None]:
         builtins.print = show
 
 
-def _tell(task: str, text: str) -> None:
+def _add_notice(task: str, text: str) -> None:
     notify = _notify.get()
     if notify is not None:
         line = users_line(sys._getframe(1))

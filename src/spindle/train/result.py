@@ -35,30 +35,34 @@ from spindle.report import (
 from spindle.simulate import simulate
 from spindle.timeline import Timeline
 
+_TRUSTED = 1.5  # measured over predicted step, or the inverse, up to which a predicted speedup means something
+
 
 @dataclass(frozen=True, slots=True, kw_only=True, repr=False)
 class FitResult:
-    """Losses by step, of the tasks in it, on all ranks; the measured timeline, on rank 0, is a typical step among the
-    last ones."""
+    """The result of a fit. Losses and metrics are on all ranks. The measured timeline, on rank 0, is a typical step
+    among the last ones."""
 
     rank: int
     losses: tuple[dict[str, float], ...]
-    step_s: tuple[float, ...]  # until the last rank finished it
-    num_samples: tuple[int, ...]  # of all tasks, by step
+    step_s: tuple[float, ...]  # by step, until the last rank finished it
+    num_samples: tuple[int, ...]  # by step, of all tasks
     plan: Plan
     program: Program
     profile: Profile
     predicted: Timeline
     measured: Timeline | None
-    peak_bytes: tuple[int, ...] = ()  # on a GPU: the most that each rank held, on rank 0
-    changes_s: tuple[float, ...] = ()  # how long each change of the tasks took, on this rank
-    sampled_s: tuple[tuple[float, float], ...] = ()  # predicted and measured, of some of the last steps, on rank 0
+    peak_bytes: tuple[int, ...] = ()  # on a GPU, on rank 0: the most memory that each rank held
+    changes_s: tuple[float, ...] = ()  # how long each change of tasks took, on this rank
+    # Predicted and measured seconds of some of the last steps, on rank 0.
+    sampled_s: tuple[tuple[float, float], ...] = ()
     notices: tuple[str, ...] = ()
-    num_captured_slots: int = 0  # that run as CUDA graphs on this rank
+    num_captured_slots: int = 0  # slots that run as CUDA graphs on this rank
     slots_without_cuda_graph: Mapping[str, str] = field(default_factory=dict)  # on this rank, with the reason
-    oversubscribed: bool = False  # more threads than cores
+    oversubscribed: bool = False  # whether there are more threads than cores
     metrics: tuple[dict[str, float], ...] = ()  # by step and `task/name`
-    measured_steps: Mapping[int, Timeline] = field(default_factory=dict)  # of `program`, some of the last, on rank 0
+    # Timelines of `program` in some of the last steps, on rank 0.
+    measured_steps: Mapping[int, Timeline] = field(default_factory=dict)
 
     @property
     def graph(self) -> MetaGraph:
@@ -66,9 +70,13 @@ class FitResult:
 
     @property
     def typical_step_s(self) -> float:
-        """The median of all steps but the first quarter, in which graphs are captured and caches fill; NaN without
+        """The median of all steps except the first quarter, in which graphs are captured and caches fill. NaN without
         steps."""
-        return math.nan if not self.step_s else statistics.median(self.step_s[len(self.step_s) // 4 :])
+        return math.nan if not self.step_s else statistics.median(self.step_s[self._num_early :])
+
+    @property
+    def _num_early(self) -> int:
+        return len(self.step_s) // 4
 
     @property
     def comparison(self) -> StepComparison | None:
@@ -79,8 +87,8 @@ class FitResult:
 
     @property
     def balance(self) -> tuple[StepBalance, StepBalance] | None:
-        """How level the measured step is, or the predicted one without it, and the predicted one; None where no call
-        runs in parts, and on one rank."""
+        """How evenly the measured step loads the devices (the predicted step, if none was measured), and how evenly the
+        predicted step does. None if no call runs in parts, and on one rank."""
         predicted = step_balance(self.predicted, self.program, self.graph)
         if predicted is None or self.program.num_ranks == 1:
             return None
@@ -88,7 +96,7 @@ class FitResult:
         return measured or predicted, predicted
 
     def print(self, *, full: bool = False) -> None:
-        """Print losses, and the predicted and the measured step, on rank 0: a summary, or everything with `full`."""
+        """Print losses, and the predicted and measured step, on rank 0: a summary, or with `full` everything."""
         if self.rank:
             return
         console = Console(highlight=False, markup=False, emoji=False)
@@ -107,32 +115,38 @@ class FitResult:
     def _summary(self, max_tasks: int | None) -> list[RenderableType]:
         if not self.step_s:
             return ["No steps: all of them were done by the run that this one resumed."]
-        steps, num_samples = len(self.step_s), sum(self.num_samples[len(self.step_s) // 4 :])
-        rate = num_samples / sum(self.step_s[steps // 4 :])
+        step_s = self.step_s[self._num_early :]
+        rate = sum(self.num_samples[self._num_early :]) / sum(step_s)
+        which = f"{'the last ' if self._num_early else ''}{count_of(len(step_s), 'step')}"
         rows = [
-            ("step", f"{seconds(self.typical_step_s)}, the median of {steps}; {rate:,.0f} samples/s"),
+            ("step", f"{seconds(self.typical_step_s)}, the median of {which}; {rate:,.0f} samples/s"),
             ("predicted", f"{seconds(self.predicted.makespan_s)}, by planner {self.plan.planner}"),
         ]
         comparison = self.comparison
         if comparison is not None:
             totals = comparison.totals
-            rows[1] = ("predicted", f"{rows[1][1]}; {seconds(totals.step.measured_s)} in the step it is compared with")
+            rows[1] = ("predicted", f"{rows[1][1]}; the step compared with it took {seconds(totals.step.measured_s)}")
             waiting_s = totals.idle.measured_s + totals.transfer.measured_s + totals.sync.measured_s
             idle = percent(waiting_s / totals.step.measured_s)
-            rows.append(("idle", f"{idle} of device time, with waiting for data"))
+            rows.append(("idle", f"{idle} of device time, including waiting for data"))
         if self.balance is not None:
             shown, foreseen = self.balance
             rows.append(
                 (
                     "balance",
-                    f"{shown.together:.2f} x the mean on the slowest device, {foreseen.together:.2f} predicted; "
-                    f"encoders {shown.parts:.2f} ({foreseen.parts:.2f}), all else {shown.others:.2f} "
+                    f"the slowest device has {shown.together:.2f} x the mean load ({foreseen.together:.2f} predicted); "
+                    f"of encoders {shown.parts:.2f} ({foreseen.parts:.2f}), of all else {shown.others:.2f} "
                     f"({foreseen.others:.2f})",
                 )
             )
         if self.program.num_ranks > 1 and not self.plan.passes and self.plan.planner != "sequential":
             alone_s = make_plan(self.profile, "sequential").makespan_s
-            rows.append(("speedup", f"{alone_s / self.predicted.makespan_s:.2f} over one module at a time, predicted"))
+            text = f"{alone_s / self.predicted.makespan_s:.2f} x as fast as one module at a time, predicted"
+            if comparison is not None:
+                ratio = comparison.totals.step.measured_s / comparison.totals.step.predicted_s
+                if not 1 / _TRUSTED <= ratio <= _TRUSTED:
+                    text += f"; do not rely on it: the step took {ratio:.2g} x as long as predicted"
+            rows.append(("speedup", text))
         if self.metrics and self.metrics[-1]:
             last = [f"{name} {loss_text(value)}" for name, value in list(self.metrics[-1].items())[:max_tasks]]
             rows.append(("metrics", f"{', '.join(last)}, in the last step"))
@@ -142,7 +156,7 @@ class FitResult:
             causes = idle_causes(self.measured or self.predicted, self.program, self.profile, (COMPUTE,))
             idle_lines = idle_sentences(causes, at_most=2 if max_tasks else 4)
         if idle_lines:
-            max_tasks = max_tasks and 4  # all of it fits in 25 lines
+            max_tasks = max_tasks and 4  # so that the summary fits in 25 lines
             remarks = [*remarks[: 1 if max_tasks else None], *idle_lines]
         if self.oversubscribed:
             remarks.append("There are more ranks than cores here, so more ranks do not make a step faster.")

@@ -42,25 +42,29 @@ from spindle.plan import Plan
 from spindle.profile import Profile
 from spindle.program import Sharding, Slice
 from spindle.run import Weights, World
+from spindle.train.checkpoint_content import SCHEDULER, has_same_profile, planning_text, whole_shape
 from spindle.train.config import Checkpoints, TrainConfig
 from spindle.train.feed import LoaderPosition
 from spindle.train.grad_scaler import ScaleState
 from spindle.train.optimizer_reshard import LRSchedulerState, OptimizerState
 from spindle.train.plain_json import from_plain
-from spindle.train.plan import SavedPlanning
+from spindle.train.plan import SavedPlanning, with_serial_lanes
 from spindle.train.record import Handles, handles_of, record_all, root_handles
 from spindle.train.result import FitResult, result_without_steps
 from spindle.train.samples import by_number
-from spindle.train.saving import Saver, memory_folder, planning_text, whole_shape
+from spindle.train.saving import Saver, memory_folder
 from spindle.train.session import TrainSession
+from spindle.train.task import registered
 
 T = TypeVar("T")
-_SHARED_S = 5.0  # until other hosts see a new file
-_NOT_SAVED = (TypeError, ValueError, RuntimeError, IndexError, KeyError, AttributeError, OverflowError)  # by Spindle
+_SHARED_S = 5.0  # seconds until other hosts see a new file
+# What restoring a value may raise that Spindle has not saved.
+_NOT_SAVED = (TypeError, ValueError, RuntimeError, IndexError, KeyError, AttributeError, OverflowError)
 
 
 def resume(session: TrainSession, loaders: Mapping[str, Any], steps: int) -> FitResult | None:
-    """Prepare a fit of `steps` steps, some of which may be done. Returns the result if all are. Collective."""
+    """Prepare a fit of `steps` steps, some of which an earlier run may have done. Returns a result if all are done. All
+    ranks must call it."""
     number, checkpoints = session.num_fits, session.config.checkpoints
     session.num_fits += 1
     session.first_step = session.step
@@ -70,14 +74,15 @@ def resume(session: TrainSession, loaders: Mapping[str, Any], steps: int) -> Fit
     if session.saver is None:
         session.saver = Saver(session, checkpoints, session.config.planning)
         session.saver.attempt = claim_folder(Path(checkpoints.folder), session.world)
-        newest = newest_checkpoint(checkpoints, session.world, notify, session.saver.damaged)
+        newest = newest_checkpoint(checkpoints, session.world, session.warn, session.saver.damaged)
         if newest is not None:
             session.saved = ResumedTensors(newest)
             session.saver.resume_from(newest.folder.parent, newest.state.step)
     saved = session.saved
     if saved is None or number > saved.checkpoint.state.fit:
         return None
-    state, handles = saved.checkpoint.state, _handles(session, loaders)
+    state = saved.checkpoint.state
+    handles = _with_saved_modules(_handles(session, loaders), saved, notify)
     num_done = state.step - state.first_step
     is_over = number < state.fit or state.was_stopped or steps <= num_done
     if number == state.fit:
@@ -86,9 +91,12 @@ def resume(session: TrainSession, loaders: Mapping[str, Any], steps: int) -> Fit
     if is_over:
         saved.load_modules(handles)
         if number < state.fit:
-            saved.forget_loaded()  # so that the script's changes between fits happen before the state is restored
-        notify(f"fit {number + 1} is over in the checkpoint of step {state.step}: its steps are not trained again")
-        return result_without_steps(session.world.rank, saved.plan, saved.profile, session.notices)
+            saved.forget_loaded()  # The script's changes between fits happen before the state is restored.
+        notify(f"fit {number + 1} had ended in the checkpoint of step {state.step}: its steps are not trained again")
+        plan, profile = saved.plan, saved.profile
+        if plan.num_lanes > 1:
+            profile = with_serial_lanes(profile)
+        return result_without_steps(session.world.rank, plan, profile, session.notices)
     notify(
         f"resumed from {saved.checkpoint.folder}: {count_of(num_done, 'step')} of {steps} in this fit are done"
         + ("" if state.num_ranks == session.world.size else f" (saved by {count_of(state.num_ranks, 'rank')})")
@@ -97,8 +105,8 @@ def resume(session: TrainSession, loaders: Mapping[str, Any], steps: int) -> Fit
 
 
 def _handles(session: TrainSession, loaders: Mapping[str, Any]) -> Handles:
-    """The modules of all tasks of the script, composites as a whole; for tasks that depend on their batches, the
-    modules that the first batch reaches."""
+    """The modules of all tasks of the script, with composites as a whole. For tasks whose modules depend on their
+    batches, those that the first batch reaches."""
     if session.handles:
         return root_handles(session.handles)
     tasks = session.config.tasks
@@ -112,22 +120,35 @@ def _handles(session: TrainSession, loaders: Mapping[str, Any]) -> Handles:
         return root_handles(handles_of(reached))
 
 
+def _with_saved_modules(handles: Handles, saved: ResumedTensors, notify: Callable[[str], None]) -> Handles:
+    """The handles, with those of saved modules that the first batches of this script do not reach."""
+    not_reached = {name: registered(name) for name in saved.checkpoint.state.modules if name not in handles}
+    for name in (name for name, handle in not_reached.items() if handle is None):
+        notify(
+            f"module {name!r} is in {saved.checkpoint.folder}, and no task has called it yet: until a batch reaches "
+            "it, it has the weights that the script gave it"
+        )
+    return {**handles, **{name: handle for name, handle in not_reached.items() if handle is not None}}
+
+
 def _first_batch(loader: Any, batch_size: int) -> Any:
-    """A loader's first batch; None from one that could not give it again."""
+    """A loader's first batch; None for a loader that could not yield it again."""
     loader = by_number(loader)
     if isinstance(loader, Dataset) and not isinstance(loader, IterableDataset):
         return default_collate([loader[number] for number in range(batch_size)])
     return None if loader is None or isinstance(loader, Iterator) else next(iter(loader), None)
 
 
-# Which.
+# Choosing the checkpoint
 
 
 def newest_checkpoint(
     checkpoints: Checkpoints, world: World, notify: Callable[[str], None], damaged: set[Path]
 ) -> SavedCheckpoint | None:
-    """The newest checkpoint of a folder that is complete and undamaged; None where there is none at all. Newer ones are
-    added to `damaged`. All ranks must call it, and each checks a share of the bytes."""
+    """The newest complete and undamaged checkpoint of a folder; None if there is none at all.
+
+    Newer ones that are not are added to `damaged`. All ranks must call it; each checks a share of the bytes.
+    """
     folder = Path(checkpoints.folder)
     memory = memory_folder(checkpoints)
     if memory is not None and world.rank == 0:
@@ -143,24 +164,27 @@ def newest_checkpoint(
             checkpoint.check(world.rank, world.size)
         except (SpindleError, OSError) as error:
             problem = str(error)
-        # The first sentence of the first rank that has one.
+        # the first problem that any rank has found
         problem = next(filter(None, world.broadcast_object(world.gather_objects(problem))), "")
         if not problem:
             return checkpoint
         problems.append(problem)
         damaged.add(folders[number] / folder_name(step))
-        notify(f"{problem}; an older checkpoint is tried")
+        notify(f"{problem}; trying an older checkpoint")
     if problems:
         raise CheckpointError(
             f"{folder}: none of its {count_of(len(problems), 'checkpoint')} can be read. {problems[0]}. Move them away "
-            "to start anew"
+            "to start from scratch"
         )
     return None
 
 
 def claim_folder(folder: Path, world: World) -> int:
-    """Make the folder, remove what an earlier run left unfinished, and refuse one that ranks do not share, or that
-    another job or a newer attempt of this one uses. Returns the number of this attempt. All ranks must call it."""
+    """Create the folder, remove what an earlier run has left unfinished, and return the number of this attempt.
+
+    Refuses a folder that not all ranks see, or that another job or a newer attempt of this job uses. All ranks must
+    call it.
+    """
     problem, token, attempt = "", "", 0
     if world.rank == 0:
         try:
@@ -177,7 +201,7 @@ def claim_folder(folder: Path, world: World) -> int:
     problem, token, attempt = world.broadcast_object((problem, token, attempt))
     if problem:
         raise CheckpointError(problem)
-    sees = world.broadcast_object(world.gather_objects(_sees(folder / token)))
+    sees = world.broadcast_object(world.gather_objects(_sees_file(folder / token)))
     if world.rank == 0:
         (folder / token).unlink(missing_ok=True)
     blind = [rank for rank, sees_it in enumerate(sees) if not sees_it]
@@ -189,7 +213,7 @@ def claim_folder(folder: Path, world: World) -> int:
     return int(attempt)
 
 
-def _sees(path: Path) -> bool:
+def _sees_file(path: Path) -> bool:
     end_s = time.monotonic() + _SHARED_S
     while not path.exists():
         if time.monotonic() > end_s:
@@ -199,23 +223,25 @@ def _sees(path: Path) -> bool:
 
 
 def _lock(folder: Path, attempt: int) -> None:
-    """Hold a lock of this process on a folder, until the process ends. Child processes do not inherit it. Each attempt
-    locks a byte of its own: a newer one does not wait for an older one to end."""
+    """Hold a lock on a folder until this process ends. Child processes do not inherit it.
+
+    Each attempt locks a byte of its own, so that a newer one does not wait until an older one has ended.
+    """
     descriptor = os.open(folder / ".lock", os.O_RDWR | os.O_CREAT, 0o666)
     try:
         fcntl.lockf(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB, 1, attempt)
     except (BlockingIOError, PermissionError) as error:
         os.close(descriptor)
         raise CheckpointError(f"{folder}: another running job saves its checkpoints there") from error
-    except OSError:  # a file system without locks
+    except OSError:  # the file system does not support locks
         os.close(descriptor)
 
 
-# State.
+# Restoring the state
 
 
 def _restore(session: TrainSession, saved: ResumedTensors, handles: Handles, *, is_over: bool) -> None:
-    """Bring a session into the saved state, before its tasks are traced."""
+    """Restore the saved state of a session, before its tasks are traced."""
     state, where = saved.checkpoint.state, str(saved.checkpoint.folder)
     config = _restored_config(session.config, saved)
     if config.tasks != session.config.tasks:
@@ -233,7 +259,7 @@ def _restore(session: TrainSession, saved: ResumedTensors, handles: Handles, *, 
         {(task, int(key)): name for task, keys in state.variants.items() for key, name in keys.items()}
     )
     session.checked |= set(state.checked)
-    session.handles = {**handles, **session.handles}  # also of tasks that have ended
+    session.handles = {**handles, **session.handles}  # includes modules of tasks that have ended
     frozen, in_evaluation = set(state.frozen), set(state.in_evaluation)
     for name, handle in handles.items():
         if name in state.modules:
@@ -243,7 +269,7 @@ def _restore(session: TrainSession, saved: ResumedTensors, handles: Handles, *, 
             for path, module in handle.module.named_modules():
                 module.training = f"{name}.{path}" not in in_evaluation
     session.restore_optimizer_state(partial(saved.optimizer_state, session.world))
-    if session.saved_planning.plan is None:  # a scheduler's plan is for the ranks that there are now
+    if session.saved_planning.plan is None:  # a plan from a scheduler was made for the current ranks
         session.saved_planning = _saved_planning(session, saved, config)
     try:
         set_random_state(from_plain(state.random_state, where))
@@ -252,13 +278,15 @@ def _restore(session: TrainSession, saved: ResumedTensors, handles: Handles, *, 
 
 
 def _saved_planning(session: TrainSession, saved: ResumedTensors, config: TrainConfig) -> SavedPlanning:
-    """The plan and the profile of a checkpoint, where they still hold."""
+    """The plan and the profile of a checkpoint, if they still apply."""
     state = saved.checkpoint.state
-    # As rank 0 finds it: others may not see the file of a given plan.
-    is_planned_alike = session.world.broadcast_object(state.planning == planning_text(config.planning))
+    planning = planning_text(config.planning)
+    # Rank 0 decides: other ranks may not see the files of a given plan and profile.
+    is_plan_reused, is_profile_reused = session.world.broadcast_object(
+        (state.planning == planning, has_same_profile(state.planning, planning))
+    )
     return SavedPlanning(
-        plan=saved.plan if is_planned_alike else None,
-        profile=saved.profile if is_planned_alike or config.planning.profile is None else None,
+        plan=saved.plan if is_plan_reused else None, profile=saved.profile if is_profile_reused else None
     )
 
 
@@ -269,8 +297,9 @@ def _loader_position(saved: Any, where: str) -> LoaderPosition:
             for state in (position.random_state, position.now):
                 if state is not None:
                     set_random_state(state)
-        if position.generator is not None:
-            torch.Generator().set_state(position.generator)
+        own = [] if position.generator is None else [position.generator]
+        for generator in (*own, *position.sampler_generators):
+            torch.Generator().set_state(generator)
         if type(position.num_read) is not int or position.num_read < 0:
             raise ValueError(f"num_read={position.num_read!r}")
         if position.rows is not None and position.rows.keys() != {"axes", "with_rows"}:
@@ -281,7 +310,7 @@ def _loader_position(saved: Any, where: str) -> LoaderPosition:
 
 
 def _restored_config(config: TrainConfig, saved: ResumedTensors) -> TrainConfig:
-    """The tasks that were trained, in their order, then new ones; without those that had ended."""
+    """The tasks that were trained, in their order, then new ones; without tasks that had ended."""
     state, tasks = saved.checkpoint.state, {task.name: task for task in config.tasks}
     missing = [name for name in state.tasks if name not in tasks]
     if missing:
@@ -302,7 +331,7 @@ def _restored_config(config: TrainConfig, saved: ResumedTensors) -> TrainConfig:
 
 
 class ResumedTensors:
-    """The tensors of the checkpoint that a training was resumed from, until all of them are loaded."""
+    """The tensors of the checkpoint from which training was resumed, until all of them are loaded."""
 
     def __init__(self, checkpoint: SavedCheckpoint) -> None:
         self.checkpoint = checkpoint
@@ -324,7 +353,7 @@ class ResumedTensors:
         return artifact_from_json(data, str(where), kind, value_kind)
 
     def read(self, name: str, part: Slice) -> torch.Tensor:
-        """A slice of a tensor, on the host."""
+        """Read a slice of a tensor, on the host."""
         stored = self.checkpoint.tensors[name]
         values = torch.empty(part.num_elements, dtype=getattr(torch, stored.dtype))
         bytes_of = values.view(torch.uint8).numpy()
@@ -334,10 +363,11 @@ class ResumedTensors:
             bytes_of[begin * size : (begin + len(numbers)) * size] = numbers.view("u1")
         return values.reshape(part.shape)
 
-    # Parameters and buffers.
+    # Parameters and buffers
 
     def load(self, weights: Weights, handles: Handles, rank: int) -> None:
-        """Load what a rank holds of parameters that are not loaded yet, and buffers; new modules stay as they are."""
+        """Load those parameters that this rank holds and has not loaded yet, and buffers. New modules keep their
+        values."""
         held = {id(parameter): slices for parameter, slices in weights.held.values()}
         shapes = {key: whole_shape(slices) for key, slices in held.items()}
         for name, parameter in self._matches(handles, shapes):
@@ -349,18 +379,18 @@ class ResumedTensors:
         self._load_buffers(handles)
 
     def load_modules(self, handles: Handles) -> None:
-        """Load all parameters and buffers of modules, as a whole."""
+        """Load all parameters and buffers of modules, whole."""
         for name, parameter in self._matches(handles, {}):
             parameter.data.copy_(self.read(name, Slice.whole(self.checkpoint.tensors[name].shape)))
         self._load_buffers(handles)
 
     def forget_loaded(self) -> None:
-        """Load everything again."""
+        """Let everything be loaded again."""
         self._loaded.clear()
 
     def _matches(self, handles: Handles, shapes: Mapping[int, tuple[int, ...]]) -> Iterator[tuple[str, nn.Parameter]]:
-        """The parameters of modules that are not loaded yet, each with its tensor; they count as loaded from now on.
-        `shapes` are those of scattered ones, by id."""
+        """The parameters of modules that are not loaded yet, each with its tensor. They count as loaded from now on.
+        `shapes` are the shapes of scattered parameters, by id."""
         state, tensors = self.checkpoint.state, self.checkpoint.tensors
         for module, handle in handles.items():
             for path, parameter in handle.module.named_parameters(remove_duplicate=False):
@@ -395,26 +425,26 @@ class ResumedTensors:
                     self._loaded.add(name)
                     if stored.shape == tuple(buffer.shape):
                         buffer.copy_(self.read(name, Slice.whole(stored.shape)))
-                    elif kind == "buffer":  # others are caches, whose length follows the longest sequence so far
+                    elif kind == "buffer":  # other buffers are caches, whose length follows the longest sequence so far
                         raise CheckpointError(
                             f"{self.checkpoint.folder}: buffer {f'{module}.{path}'!r} was saved with the shape "
                             f"{list(stored.shape)}, here it has {list(buffer.shape)}"
                         )
 
     def unloaded(self) -> Iterator[tuple[str, Callable[[], torch.Tensor]]]:
-        """Parameters and buffers that no module took, each with a function that reads it."""
+        """Parameters and buffers that no module has loaded, each with a function that reads it."""
         for name, stored in self.checkpoint.tensors.items():
             if name.startswith(("parameter/", "buffer/", "nonpersistent_buffer/")) and name not in self._loaded:
                 yield name, lambda name=name, shape=stored.shape: self.read(name, Slice.whole(shape))  # type: ignore[misc]
 
-    # The optimizer.
+    # The optimizer
 
     def optimizer_state(self, world: World, sharding: Sharding) -> OptimizerState:
-        """A rank's share of the optimizer's state under a sharding; that of other parameters stays with one rank
+        """A rank's share of the optimizer's state under a sharding. The state of other parameters stays with one rank
         each, on the host."""
         state, tensors = self.checkpoint.state, self.checkpoint.tensors
         where = str(self.checkpoint.folder)
-        current = {state.aliases.get(name, name): name for name in sharding}  # by the name under which it was saved
+        current = {state.aliases.get(name, name): name for name in sharding}  # by the name under which they were saved
         keys: dict[str, list[str]] = {name: [] for name in state.optimizer_values}
         for path in tensors:
             if path.startswith("optimizer/"):
@@ -441,14 +471,18 @@ class ResumedTensors:
                 tensor = self.read(path, part if is_sharded else Slice.whole(tensors[path].shape))
                 values[key] = tensor.to(world.device) if is_sharded and name in sharding else tensor
             states[name] = values
-        scheduler, scale = state.extra.get("lr_scheduler"), state.extra.get("loss_scale")
+        scale = state.extra.get("loss_scale")
         return OptimizerState(
             num_steps=state.num_updates,
             sharding=shares,
             states=states,
             settings=self._settings(state.groups, current),
             old_settings=self._settings(state.frozen_groups, current),
-            lr_scheduler=None if scheduler is None else LRSchedulerState(None, scheduler),
+            lr_schedulers={
+                name.removeprefix(SCHEDULER).removeprefix("/"): LRSchedulerState(None, values)
+                for name, values in state.extra.items()
+                if name.partition("/")[0] == SCHEDULER
+            },
             loss_scale=None if scale is None else from_json(ScaleState, scale, where),
         )
 

@@ -6,12 +6,14 @@ timelines come at the end of a fit. Lines of steps are those of `JSONLines`.
 
 from __future__ import annotations
 
+import tempfile
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
 import torch
 
+from spindle.errors import TrainingError
 from spindle.program import format_program, lower
 from spindle.report import PROFILER, STEPS, write_run
 from spindle.run import World
@@ -23,7 +25,7 @@ from spindle.train.result import FitResult
 
 
 class RunFolder:
-    """The folder of a run, on rank 0."""
+    """The folder of a run, written by rank 0."""
 
     def __init__(self, folder: Path, name: str) -> None:
         self._folder, self._name = folder, name
@@ -32,11 +34,21 @@ class RunFolder:
     def of(config: TrainConfig, world: World) -> RunFolder | None:
         return None if config.run_folder is None or world.rank else RunFolder(config.run_folder, config.name)
 
+    def make(self) -> None:
+        """Create the folder before anything takes time. Raises a TrainingError if it cannot be written."""
+        try:
+            self._folder.mkdir(parents=True, exist_ok=True)
+            tempfile.TemporaryFile(dir=self._folder).close()
+        except OSError as error:
+            raise TrainingError(
+                f"Trainer(run_folder={str(self._folder)!r}): cannot be written ({error.strerror})"
+            ) from None
+
     def write_plan(
         self, planned: PlannedWorkload, workload: AnalyzedWorkload, *, is_new: bool, notices: Sequence[str]
     ) -> None:
-        """Write a plan in place of the last one. With `is_new`, no step was trained yet: lines of an earlier run in
-        this folder go."""
+        """Write a plan in place of the previous one. With `is_new`, no step was trained yet, so the step lines of an
+        earlier run in this folder are removed."""
         if is_new:
             for old in (self._folder / STEPS, *(self._folder / PROFILER).glob("step-*")):
                 old.unlink(missing_ok=True)
@@ -52,7 +64,7 @@ class RunFolder:
         )
 
     def write_result(self, result: FitResult) -> None:
-        """Write the steps that a fit has measured, with their program: in a pipeline, steps have one each."""
+        """Write the steps that a fit has measured, with their program. In a pipeline, each step has its own program."""
         if result.measured_steps and _follows_from_plan(result):
             write_run(
                 self._folder,
@@ -67,7 +79,8 @@ class RunFolder:
 
 @contextmanager
 def profiled_step(config: TrainConfig, world: World, step: int) -> Iterator[None]:
-    """Inside, what this rank does is profiled by torch and written into the run's folder, if this step is to be."""
+    """A context in which torch profiles this rank and writes a trace into the run folder, if this step is to be
+    profiled."""
     if config.run_folder is None or step not in config.profiler_steps:
         yield
         return
@@ -84,7 +97,8 @@ def profiled_step(config: TrainConfig, world: World, step: int) -> Iterator[None
 
 
 def _follows_from_plan(result: FitResult) -> bool:
-    """Whether a reader gets the measured steps' program from their plan: not that of a loader's short last batch."""
+    """Whether readers can derive the program of the measured steps from the plan. For a loader's short last batch they
+    cannot."""
     program, profile = result.program, result.profile
     lowered = lower(result.plan, profile, owning_ranks=dict(program.owning_ranks) or None)
     is_same = lowered.instructions == program.instructions

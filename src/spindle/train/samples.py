@@ -24,12 +24,12 @@ from spindle.train.feed import Batch, Feed, Held, LoaderPosition
 from spindle.train.items import EVERYTHING, fields_of
 
 T = TypeVar("T")
-_BLOCK = 1 << 18  # samples that are shuffled among each other, where they lie in shards
+_BLOCK = 1 << 18  # samples: the size of the blocks in which samples are shuffled, if they lie in shards
 Needs = tuple[tuple[str, int, int], ...]  # rows `[first, last)` by field
 
 
 def needs_of(uses: Iterable[tuple[Callable[..., Any], int, int]]) -> Needs:
-    """The rows of each field that pieces of code read, of which `uses` has the code and its rows."""
+    """The rows of each field that pieces of code read. `uses` has each piece of code with its rows."""
     rows_of: dict[str, tuple[int, int]] = {}
     for code, first, last in uses:
         for field in fields_of(code) if first < last else ():
@@ -40,8 +40,8 @@ def needs_of(uses: Iterable[tuple[Callable[..., Any], int, int]]) -> Needs:
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """Rows of one batch, by the numbers of their samples; all of them without `needs`. Where samples draw no random
-    numbers there is no seed, and they can be fetched by another thread."""
+    """Rows of one batch, by sample number; all rows without `needs`. Without a seed, samples draw no random numbers and
+    may be fetched by another thread."""
 
     seed: int | None
     samples: tuple[int, ...]
@@ -49,13 +49,13 @@ class Request:
 
 
 class Rows(Dataset[Any]):
-    """Fetch requested rows, also in the worker processes of a DataLoader."""
+    """Fetches requested rows, also in the worker processes of a DataLoader."""
 
     def __init__(self, dataset: Any) -> None:
         self.dataset = dataset
 
     def __getitem__(self, request: Request) -> Any:
-        """The batch, or a dict of the fields that are needed."""
+        """The batch, or a dict of the needed fields."""
         needs = request.needs
         if needs is None or any(field == EVERYTHING for field, _, _ in needs):
             first, last = (0, len(request.samples)) if needs is None else _span(needs)
@@ -78,41 +78,43 @@ class Rows(Dataset[Any]):
 
 
 def _span(needs: Needs) -> tuple[int, int]:
-    """The rows from the first to the last that are needed; empty where a rank's code reads nothing of a batch."""
+    """The rows from the first to the last that are needed; empty if the rank's code reads nothing of a batch."""
     return min((first for _, first, _ in needs), default=0), max((last for _, _, last in needs), default=0)
 
 
 class StreamedSamples(Dataset[Any]):
-    """The samples of a mosaicml-streaming `StreamingDataset` by their numbers. It is never iterated: its iterator waits
-    for all ranks of a host, and some need not read."""
+    """The samples of a mosaicml-streaming `StreamingDataset` by number.
+
+    It is never iterated, because its iterator waits for all ranks of a host, and some of them need not read.
+    """
 
     def __init__(self, dataset: Any) -> None:
         self.dataset = dataset
         self.shard_lengths = [int(length) for length in dataset.samples_per_shard]
 
     def __len__(self) -> int:
-        return sum(self.shard_lengths)  # its own length is a rank's share
+        return sum(self.shard_lengths)  # `len(dataset)` is the share of one rank
 
     def __getitem__(self, number: int) -> Any:
         return self.dataset[number]
 
 
 def is_streaming(loader: Any) -> bool:
-    """Whether this is a `StreamingDataset`; without importing its library."""
+    """Whether this is a `StreamingDataset`, without importing its library."""
     names = [(kind.__module__.partition(".")[0], kind.__name__) for kind in type(loader).__mro__]
     return ("streaming", "StreamingDataset") in names
 
 
 def by_number(loader: Any) -> Any:
-    """A loader as a map-style dataset, where it can be read by the numbers of samples though it does not look so."""
+    """The loader as a map-style dataset, if its samples can be read by number although it does not look like one."""
     return StreamedSamples(loader) if is_streaming(loader) else loader
 
 
 class Shuffled:
-    """Numbers of samples in batches: shuffled in each epoch by the seed alone, after `num_batches` batches.
+    """Sample numbers in batches: shuffled in each epoch by the seed alone, starting after `num_batches` batches.
 
-    Samples that lie in shards are shuffled shard by shard, then inside blocks of `_BLOCK`, so that few shards are open
-    at once (streaming's `py1b`).
+    Samples in shards are shuffled shard by shard, then within blocks of `_BLOCK`, so that few shards are open at a time
+    (`py1b` of mosaicml-streaming).
     """
 
     def __init__(
@@ -150,21 +152,22 @@ def _permuted(values: Sequence[T], generator: torch.Generator) -> list[T]:
 
 
 class Sampled:
-    """Numbers of samples in batches, as a DataLoader's own batch sampler gives them."""
+    """Sample numbers in batches, as a DataLoader's own batch sampler yields them."""
 
     def __init__(self, loader: DataLoader[Any]) -> None:
-        self.loader, self.generator = loader, loader.generator
+        self.loader, self.generator, self.batch_sampler = loader, loader.generator, loader.batch_sampler
 
     def __iter__(self) -> Iterator[list[int]]:
-        # As the loader does when it begins an epoch, so that its sampler draws what it would.
+        # A DataLoader draws this at the start of an epoch; drawing it here, too, lets its sampler draw the same
+        # numbers.
         torch.empty((), dtype=torch.int64).random_(generator=self.loader.generator)
         assert self.loader.batch_sampler is not None
         yield from self.loader.batch_sampler
 
 
 def sample_feed(loader: Any, seed: int, num_batches: int, **named: Any) -> SampleFeed | None:
-    """A feed of samples, for a map-style dataset or a plain DataLoader of one that stacks samples; None for other
-    loaders."""
+    """A feed of samples for a map-style dataset, or for a plain DataLoader of one that stacks its samples. None for
+    other loaders."""
     definition, drop_last = named["definition"], named["drop_last"]
     if isinstance(loader, Dataset) and not isinstance(loader, IterableDataset):
         if not hasattr(loader, "__len__"):
@@ -191,7 +194,7 @@ def sample_feed(loader: Any, seed: int, num_batches: int, **named: Any) -> Sampl
 
 
 class SampleFeed(Feed):
-    """Read one task's dataset by sample index."""
+    """Reads one task's dataset by sample index."""
 
     def __init__(
         self,
@@ -204,18 +207,19 @@ class SampleFeed(Feed):
     ) -> None:
         super().__init__(loader=chosen, **named)
         self._rows_of, self._seed, self._before, self._workers = Rows(dataset), seed, num_batches, dict(workers)
-        self._chosen: dict[int, Batch] = {}  # by number
+        self._chosen: dict[int, Batch] = {}  # sample numbers of batches, by batch number
         self._num_chosen = 0
-        self.num_again = 1  # this many of the last batches may be requested again
-        self._stream: tuple[Needs | None, int, Iterator[Any]] | None = None  # with the number it gives next
+        self.num_again = 1  # how many of the last batches may be requested again
+        # The loader's own iterator, with the number of its next batch.
+        self._stream: tuple[Needs | None, int, Iterator[Any]] | None = None
         self._thread: ThreadPoolExecutor | None = None
         self._ahead: tuple[int, Needs | None, Future[Any]] | None = None
-        self._fetches_ahead = False  # until a sample shows that it draws no random numbers
+        self._fetches_ahead = False  # until a sample has shown that it draws no random numbers
         self._example: Batch | None = None
 
     @property
     def divides(self) -> bool:
-        """Whether a batch can be read in parts: all of it is tensors with a row for each sample."""
+        """Whether a batch can be read in parts: whether all of it is tensors with one row per sample."""
         example, size = self.example(), self.definition.batch_size
         leaves = tree_leaves(example.nest)
         return self.definition.tokens is None and all(
@@ -226,8 +230,8 @@ class SampleFeed(Feed):
         if self._example is None:
             request = self._request(0, None)
             with restored_random_state():
-                nest = plain(self._noted(lambda: self._rows_of[request]))
-                # Nothing was drawn if the state is still the one that the last row was seeded with.
+                nest = plain(self._named_errors(lambda: self._rows_of[request]))
+                # nothing was drawn if the random state is still the one that the last row was seeded with
                 after_last_row = random_state()
                 seed_all(seed_of(request.seed, len(request.samples) - 1))
                 self._fetches_ahead = is_same(random_state(), after_last_row)
@@ -236,7 +240,7 @@ class SampleFeed(Feed):
 
     def peek(self, number: int) -> Batch:
         with restored_random_state():
-            nest = plain(self._noted(lambda: self._rows_of[self._request(number, None)]))
+            nest = plain(self._named_errors(lambda: self._rows_of[self._request(number, None)]))
         return self._whole(nest, self._choose(number))
 
     def close(self) -> None:
@@ -252,23 +256,23 @@ class SampleFeed(Feed):
             return example
         if needs is not None and chosen.num_rows != self.definition.batch_size:
             needs = None
-        nest = plain(self._noted(lambda: self._fetch(number, needs)))
+        nest = plain(self._named_errors(lambda: self._fetch(number, needs)))
         if needs is None:
             return self._whole(nest, chosen)
-        whole, held = _completed(nest, needs, example.nest)
+        whole, held = _in_whole_structure(nest, needs, example.nest)
         return replace(chosen, nest=whole, signature=signature_of(nest), held=held)
 
     def _whole(self, nest: Any, chosen: Batch) -> Batch:
         return replace(super()._batch(nest, super()._rows(nest)), fingerprint=chosen.fingerprint)
 
-    def _noted(self, fetch: Callable[[], Any]) -> Any:
+    def _named_errors(self, fetch: Callable[[], Any]) -> Any:
         try:
             return fetch()
         except Exception as error:
             error.add_note(f"in the dataset of task {self.definition.name!r}")
             raise
 
-    # What the loader gives are numbers of samples.
+    # What the loader yields are sample numbers.
 
     def _rows(self, nest: Any) -> int:
         return len(nest)
@@ -278,7 +282,7 @@ class SampleFeed(Feed):
         return Batch(nest=samples, num_rows=rows, signature=0, fingerprint=seed_of(samples) % 2**48)
 
     def position(self, number: int) -> LoaderPosition:
-        if isinstance(self.loader, Shuffled):  # which goes on by the number of batches alone
+        if isinstance(self.loader, Shuffled):  # the position follows from the number of batches alone
             return LoaderPosition(random_state=self._state)
         if number > self._num_chosen:
             self._choose(number - 1)
@@ -299,7 +303,7 @@ class SampleFeed(Feed):
             number += 1
 
     def _fetch(self, number: int, needs: Needs | None) -> Any:
-        """Fetch a batch from worker processes, from a thread that reads a batch ahead, or directly."""
+        """Fetch a batch: from worker processes, from a thread that reads ahead, or directly."""
         if self._workers:
             if self._stream is None or self._stream[:2] != (needs, number):
                 requests: Any = self._requests(number, needs)
@@ -308,7 +312,7 @@ class SampleFeed(Feed):
             self._stream = (needs, number + 1, self._stream[2])
             return nest
         nest = self._from_thread(number, needs)
-        # Random numbers must be those of a row's own seed, so a dataset that draws any is read here, not in the thread.
+        # Random numbers must come from a row's own seed, so a dataset that draws any is read here, not in the thread.
         if nest is None:
             with restored_random_state():
                 nest = self._rows_of[self._request(number, needs)]
@@ -320,22 +324,23 @@ class SampleFeed(Feed):
         return nest
 
     def _from_thread(self, number: int, needs: Needs | None) -> Any:
-        """What the thread fetched, if it was this batch. Waits for the thread either way: a dataset is
-        read by one thread at a time."""
+        """What the thread has fetched, if it was this batch. Waits for the thread in any case, because only one thread
+        at a time may read a dataset."""
         if self._ahead is None:
             return None
         (*fetched, future), self._ahead = self._ahead, None
         if fetched != [number, needs] and future.cancel():
             return None
-        # The dataset may be bound to one thread; if it is broken, fetching again raises the error.
+        # The dataset may be bound to one thread. If it is broken, fetching again raises the error.
         if future.exception() is not None:
             self._fetches_ahead = False
             return None
         return future.result() if fetched == [number, needs] else None
 
 
-def _completed(nest: Any, needs: Needs, example: Any) -> tuple[Any, Held]:
-    """Part of a batch with the structure of a whole one, None for what is missing, and the rows that each leaf has."""
+def _in_whole_structure(nest: Any, needs: Needs, example: Any) -> tuple[Any, Held]:
+    """Part of a batch in the structure of a whole one, with None for what is missing, and the rows that each leaf
+    has."""
     rows = {field: (first, last) for field, first, last in needs}
     if EVERYTHING in rows:
         return nest, tuple(_span(needs) for _ in tree_leaves(nest))

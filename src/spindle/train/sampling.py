@@ -12,7 +12,7 @@ SamplingWeight = float | Callable[[int], float]  # a number, or a function of th
 
 
 def check_sampling_weights(weights: Mapping[str, SamplingWeight], names: Sequence[str], tasks_per_step: int) -> None:
-    """Refuse weights that are not those of these tasks."""
+    """Refuse sampling weights that do not match these tasks."""
     if sorted(weights) != sorted(names):
         raise TrainingError(
             f"Trainer(sampling_weights=...): expected a weight for each task ({', '.join(names)}), "
@@ -31,7 +31,8 @@ def tasks_in_step(
     seed: int,
     step: int,
 ) -> list[str]:
-    """The tasks of a step, in the order of `names`: `tasks_per_step` drawn without replacement; all without weights."""
+    """The tasks of a step, in the order of `names`: `tasks_per_step` of them, drawn without replacement; without
+    weights, all."""
     if sampling_weights is None:
         return list(names)
     weights = {name: weight(step) if callable(weight) else weight for name, weight in sampling_weights.items()}

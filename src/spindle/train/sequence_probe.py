@@ -20,7 +20,7 @@ import torch
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
 from spindle.models import EmulatedTensorGroup, recorded_attention, sequence_attention, without_caches
-from spindle.program import most_slices
+from spindle.program import max_slices
 from spindle.run import (
     CountedRows,
     ItemCode,
@@ -40,9 +40,9 @@ from spindle.train.items import item_groups, lengths_in
 from spindle.train.record import RecordedCall
 from spindle.train.trace import TracedTask, first_line, unchanged
 
-MAX_SEQUENCE_DEGREE = 8  # a sequence group stays where links are fast
+MAX_SEQUENCE_DEGREE = 8  # the largest sequence degree: a sequence group stays where links are fast
 _SEED = 20240611
-_MOST_VALUES = 64  # of an integer tensor that may count tokens
+_MOST_VALUES = 64  # the largest integer tensor that is examined for counts of tokens
 _TOLERANCES = {torch.float64: 1e-7, torch.float32: 1e-3}
 _HALF = 0.1
 
@@ -50,14 +50,14 @@ Rules = tuple[SliceRule, ...]
 
 
 class _NotShared(Exception):
-    """A sequence group cannot run a call; the message says why."""
+    """Raised if a sequence group cannot run a call; the message says why."""
 
 
 def probe_sequences(
     task: TracedTask, batch: Any, codes: Mapping[str, ItemCode], is_random: set[str]
 ) -> tuple[dict[str, ItemCode], dict[str, str]]:
-    """The item calls of a task with how devices share an item, and why those that run on one device do. Modules and
-    random state are restored afterwards."""
+    """How devices can share an item of each item call of a task, and why the items of other calls run on one device.
+    Modules and random state are restored afterwards."""
     shared: dict[str, ItemCode] = {}
     reasons: dict[str, str] = {}
     calls = {call.name: call for call in task.recorded.calls}
@@ -77,7 +77,7 @@ def probe_sequences(
                 sequences = _Trial(members, batch, codes, lengths).find()
         except _NotShared as error:
             reasons |= dict.fromkeys(group, str(error))
-        except Exception as error:  # the user's code, on single items and slices
+        except Exception as error:  # the user's code may fail on single items and slices
             text = f"it cannot be tried out ({type(error).__name__}: {first_line(error)})"
             reasons |= dict.fromkeys(group, text)
         else:
@@ -87,16 +87,18 @@ def probe_sequences(
 
 @dataclass(slots=True)
 class _ItemRecord:
-    """One item through a group of calls: what is known of each cut's leaves, and what attention was called with."""
+    """What was recorded of one item on its way through a group of calls: the leaves at each cut, and the arguments of
+    attention."""
 
-    cuts: dict[tuple[str, int], list[Any]] = field(default_factory=dict)  # by call and layer in front; -1: arguments
+    # By call and by the number of layers before the cut; -1: arguments of the call.
+    cuts: dict[tuple[str, int], list[Any]] = field(default_factory=dict)
     tokens: dict[tuple[str, int], list[int]] = field(default_factory=dict)  # by call and layer
     heads: list[int] = field(default_factory=list)
     num_bytes: dict[tuple[str, int], int] = field(default_factory=dict)
 
 
 class _Trial:
-    """A group of item calls, tried on items of a batch."""
+    """A group of item calls that is tried on items of a batch."""
 
     def __init__(
         self, calls: Sequence[RecordedCall], batch: Any, codes: Mapping[str, ItemCode], lengths: Lengths
@@ -109,7 +111,7 @@ class _Trial:
         self._code = replace(code, entries=tuple(dict.fromkeys(entry for call in calls for entry in call.items)))
 
     def find(self) -> dict[str, SequenceCode]:
-        """How the calls are shared. Raises a _NotShared if they cannot be."""
+        """How the calls can be shared. Raises _NotShared if they cannot."""
         items = chosen_items(self._of_item)
         if len(items) < 2:
             raise _NotShared("the items of the first batch have one length, which does not show where their tokens are")
@@ -125,9 +127,9 @@ class _Trial:
             for call in self._calls
         }
         rules = self._rules(records, starts)
-        attended = self._attended(records, starts)
+        attended = self._attention_tokens(records, starts)
         alignment = self._alignment(rules, attended)
-        if most_slices(longest, alignment) < degrees[0]:
+        if max_slices(longest, alignment) < degrees[0]:
             raise _NotShared(f"the items of the first batch, of up to {longest} rows, are too short to be cut")
         self._compare_layers(rules, attended, alignment, starts, items[-1], degrees[0])
         last = records[longest]
@@ -147,7 +149,7 @@ class _Trial:
         }
 
     def _record(self, item: int) -> _ItemRecord:
-        """Run one item as a whole."""
+        """Run one whole item and record it."""
         record = _ItemRecord()
         outputs: dict[str, Any] = {}
         batch = cut_items(self._batch, self._code, self._lengths, [item])
@@ -169,17 +171,18 @@ class _Trial:
         return record
 
     def _rules_of_cut(self, records: Mapping[int, _ItemRecord], call: str, place: int) -> Rules:
-        """Which rows of the leaves at a cut a slice has."""
+        """Which rows a slice has of each leaf at a cut."""
         leaves = {length: each.cuts[call, place] for length, each in records.items()}
         if len({len(of_length) for of_length in leaves.values()}) > 1:
             raise _NotShared("what passes between its layers depends on the length of an item")
         count = len(next(iter(leaves.values())))
         return tuple(
-            self._rule({length: of_length[number] for length, of_length in leaves.items()}) for number in range(count)
+            self._rule_of_leaf({length: of_length[number] for length, of_length in leaves.items()})
+            for number in range(count)
         )
 
-    def _rule(self, facts: Mapping[int, Any]) -> SliceRule:
-        """The rule of one leaf, from what is known of it at several lengths of an item."""
+    def _rule_of_leaf(self, facts: Mapping[int, Any]) -> SliceRule:
+        """The rule for one leaf, from its values for items of several lengths."""
         (_, first), *others = facts.items()
         if not isinstance(first, _TensorFact):
             is_count = all(type(value) is int for value in facts.values())
@@ -189,7 +192,7 @@ class _Trial:
         if any(len(shape) != len(first.shape) for shape in shapes.values()):
             raise _NotShared("what passes between its layers depends on the length of an item")
         grown = [axis for axis in range(len(first.shape)) if len({shape[axis] for shape in shapes.values()}) > 1]
-        if len(grown) > 1:  # pairs of tokens, as in a mask: attention takes all of them
+        if len(grown) > 1:  # pairs of tokens, as in a mask: attention needs all of them
             return None
         if grown:
             rows = row_rule(grown[0], self._entry, {length: shape[grown[0]] for length, shape in shapes.items()})
@@ -206,7 +209,7 @@ class _Trial:
             row_rule(0, self._entry, {length: fact.values[place] for length, fact in facts.items()})
             for place in counted
         }
-        # No counts, or of different things: the trial shows whether a slice can have them as they are.
+        # No counts, or counts of different things: the trial shows whether every slice can use them unchanged.
         if len(rules) != 1:
             return None
         (rows,) = rules
@@ -228,8 +231,8 @@ class _Trial:
                 rules[call.name, place] = self._rules_of_cut(records, call.name, place)
         return rules
 
-    def _attended(self, records: Mapping[int, _ItemRecord], starts: Mapping[str, int]) -> ItemRows | None:
-        """The tokens that attention is called with, the same in all layers; None without attention."""
+    def _attention_tokens(self, records: Mapping[int, _ItemRecord], starts: Mapping[str, int]) -> ItemRows | None:
+        """The tokens for which attention is called, the same in all layers; None without attention."""
         rules: set[ItemRows | None] = set()
         for call in self._calls:
             for number in range(starts[call.name], len(call.chain.layers)):
@@ -250,20 +253,21 @@ class _Trial:
         return attended
 
     def _alignment(self, rules: Mapping[tuple[str, int], Rules], attended: ItemRows | None) -> int:
-        """What slices of an item must begin at multiples of, so that each cut has whole rows for each slice."""
+        """The multiple at which slices of an item must begin, so that each cut has whole rows for each slice."""
         every = [rule for of_cut in rules.values() for rule in of_cut] + [attended]
         every += [rows for call in self._calls for rows in self._codes[call.name].rows]
         rows_of = [rule.rows if isinstance(rule, CountedRows) else rule for rule in every if rule is not None]
         return math.lcm(*(rows.denominator for rows in rows_of))
 
     def _try_first_layer(self, call: RecordedCall, records: Mapping[int, _ItemRecord], item: int, degree: int) -> int:
-        """Behind how many layers of a call that reads the batch slices begin: 0 or 1."""
+        """The number of layers of a call that run on the whole item before it is sliced: 0 or 1. For calls that read
+        the batch."""
         try:
             arguments, outputs = (self._rules_of_cut(records, call.name, place) for place in (-1, 0))
             if not any(isinstance(rule, ItemRows) for rule in arguments):
                 raise _NotShared("its arguments have no rows for the tokens of an item")
             rules = {(call.name, -1): arguments, (call.name, 0): outputs}
-            attended = self._attended(
+            attended = self._attention_tokens(
                 records, {each.name: len(each.chain.layers) for each in self._calls} | {call.name: 0}
             )
             alignment = self._alignment(rules, attended)
@@ -292,7 +296,7 @@ class _Trial:
         item: int,
         degree: int,
     ) -> None:
-        """Compare every kind of layer on the slices of an item with the same layer on the item."""
+        """Run every kind of layer on the slices of an item and on the whole item, and compare."""
         batch = cut_items(self._batch, self._code, self._lengths, [item])
         slices = _Slices(self._of_item[item], degree, alignment, attended)
         outputs: dict[str, Any] = {}
@@ -313,8 +317,8 @@ class _Trial:
                     slices.compare(first, sources, of_sources, rules[call.name, 0], layer.parameters, name)
                 elif number >= max(1, starts[call.name]) and layer.kind not in tried:
                     tried.add(layer.kind)
-                    given, made = rules[call.name, number - 1], rules[call.name, number]
-                    slices.compare(layer.run, values, given, made, layer.parameters, name)
+                    input_rules, output_rules = rules[call.name, number - 1], rules[call.name, number]
+                    slices.compare(layer.run, values, input_rules, output_rules, layer.parameters, name)
                 torch.manual_seed(_SEED)
                 values = layer.run(*args, **kwargs) if number == 0 else layer.run(*copied(values))
                 values = as_leaves(values)
@@ -328,6 +332,7 @@ class _TensorFact:
 
 
 def _fact_of(leaf: Any) -> Any:
+    """Shape and values of a leaf, as far as rules need them."""
     if not isinstance(leaf, torch.Tensor):
         return leaf
     is_small = not leaf.is_floating_point() and leaf.dtype != torch.bool and leaf.numel() <= _MOST_VALUES
@@ -335,10 +340,10 @@ def _fact_of(leaf: Any) -> Any:
 
 
 class _Slices:
-    """The slices of one item, on the members of a sequence group."""
+    """The slices of one item on the members of a sequence group."""
 
     def __init__(self, length: int, degree: int, alignment: int, attended: ItemRows | None) -> None:
-        if most_slices(length, alignment) < degree:
+        if max_slices(length, alignment) < degree:
             raise _NotShared(f"the items of the first batch, of up to {length} rows, are too short to be cut")
         code = SequenceCode(degrees=(degree,), alignment=alignment)
         self._degree, self._bounds = degree, code.bounds(length, degree)
@@ -348,12 +353,13 @@ class _Slices:
         self,
         run: Callable[..., Any],
         inputs: Any,
-        given: Sequence[SliceRule],
-        made: Sequence[SliceRule],
+        input_rules: Sequence[SliceRule],
+        output_rules: Sequence[SliceRule],
         parameters: Sequence[torch.Tensor],
         name: str,
     ) -> None:
-        """Raise a _NotShared where outputs or gradients on slices are not those on the whole item."""
+        """Raise _NotShared if outputs or gradients on slices differ from those on the whole item."""
+        # The reference: the whole item, with fixed gradients of its outputs (`seeds`).
         trained = [parameter for parameter in parameters if parameter.requires_grad]
         whole_inputs = _own_leaves(inputs)
         with torch.enable_grad():
@@ -362,15 +368,16 @@ class _Slices:
             gradients = _gradients(outputs, seeds, whole_inputs, trained)
         group = EmulatedTensorGroup(self._degree)
 
+        # Outputs that all members have whole contribute to the gradient once for each, so their seeds are divided.
         def member(place: int) -> tuple[Any, list[Any]]:
-            own_inputs = _own_leaves(cut_slice(inputs, given, self._bounds, place))
+            own_inputs = _own_leaves(cut_slice(inputs, input_rules, self._bounds, place))
             own_seeds = [
                 None
                 if seed is None
                 else cut_slice(seed, [rule], self._bounds, place)
                 if isinstance(rule, ItemRows)
                 else seed / self._degree
-                for seed, rule in zip(seeds, made, strict=True)
+                for seed, rule in zip(seeds, output_rules, strict=True)
             ]
             torch.manual_seed(_SEED)
             with sequence_attention(group, self._tokens), torch.enable_grad():
@@ -384,27 +391,27 @@ class _Slices:
                 f"{name} does not run on a slice of an item's tokens ({type(error).__name__}: {first_line(error)})"
             ) from error
         for place, (own_outputs, _) in enumerate(results):
-            expected = tree_leaves(cut_slice(outputs, made, self._bounds, place))
-            for ours, theirs, rule in zip(tree_leaves(own_outputs), expected, made, strict=True):
-                if not _close(ours, theirs, rule):
+            expected = tree_leaves(cut_slice(outputs, output_rules, self._bounds, place))
+            for actual, whole, rule in zip(tree_leaves(own_outputs), expected, output_rules, strict=True):
+                if not _close(actual, whole, rule):
                     raise _NotShared(
                         f"{name} gives different results on a slice of an item's tokens: it mixes them outside of "
                         "torch.nn.functional.scaled_dot_product_attention (attn_implementation='sdpa'), or uses their "
                         "place"
                     )
-        rules = [*given, *(None for _ in trained)]
-        # Some gradients are zero in exact arithmetic.
+        rules = [*input_rules, *(None for _ in trained)]
+        # compared relative to the largest gradient, because some are zero in exact arithmetic
         largest = max((float(each.double().norm()) for each in gradients if each is not None), default=0.0)
         for number, (expected, rule) in enumerate(zip(gradients, rules, strict=True)):
             parts = [own_gradients[number] for _, own_gradients in results]
             if expected is None and all(part is None for part in parts):
                 continue
-            if expected is None or not _close(_joined(parts, rule), expected, rule, largest):
+            if expected is None or not _close(_combine_gradients(parts, rule), expected, rule, largest):
                 raise _NotShared(f"{name} gives different gradients on slices of an item's tokens")
 
 
 def _own_leaves(tree: Any) -> Any:
-    """Tensors of an autograd graph of their own."""
+    """The tensors of a tree as leaves of a new autograd graph."""
     leaves, spec = tree_flatten(tree)
     return tree_unflatten(
         [
@@ -416,7 +423,7 @@ def _own_leaves(tree: Any) -> Any:
 
 
 def _seeds(outputs: Any) -> list[torch.Tensor | None]:
-    """Gradients of some sum over outputs."""
+    """Output gradients from which backward starts: those of some sum over the outputs."""
     torch.manual_seed(_SEED)
     return [
         torch.randn(leaf.shape, dtype=leaf.dtype, device=leaf.device) if takes_gradient(leaf) else None
@@ -425,7 +432,7 @@ def _seeds(outputs: Any) -> list[torch.Tensor | None]:
 
 
 def _gradients(outputs: Any, seeds: Sequence[Any], inputs: Any, trained: Sequence[torch.Tensor]) -> list[Any]:
-    """Gradients of the leaves of inputs, and of parameters; None where there is none."""
+    """Gradients of the leaves of inputs, and of parameters; None for those without gradient."""
     leaves = tree_leaves(inputs)
     pairs = [
         (leaf, seed)
@@ -442,31 +449,33 @@ def _gradients(outputs: Any, seeds: Sequence[Any], inputs: Any, trained: Sequenc
     return [gradients.get(id(leaf)) for leaf in (*leaves, *trained)]
 
 
-def _joined(parts: Sequence[Any], rule: SliceRule) -> Any:
-    """The gradient of the whole, from those of members: side by side for slices, a sum for what all members have."""
+def _combine_gradients(parts: Sequence[Any], rule: SliceRule) -> Any:
+    """The gradient of the whole from those of the members: concatenated for slices, summed for what all members
+    have."""
     if isinstance(rule, ItemRows):
         return None if any(part is None for part in parts) else torch.cat(list(parts), dim=rule.axis)
     return sum(part for part in parts if part is not None)
 
 
-def _close(ours: Any, theirs: Any, rule: SliceRule, largest: float = 0.0) -> bool:
-    """Equal up to rounding, row by row: a convolution mixes only the few tokens at the border of a slice. Tensors
-    without rows for tokens are compared as a whole, beside the `largest` of their kind."""
-    if not isinstance(theirs, torch.Tensor):
-        return bool(ours == theirs)
-    if not isinstance(ours, torch.Tensor) or ours.shape != theirs.shape:
+def _close(actual: Any, expected: Any, rule: SliceRule, largest: float = 0.0) -> bool:
+    """Whether two values are equal up to rounding, compared row by row, because a convolution mixes only the few tokens
+    at the border of a slice. Tensors without rows for tokens are compared whole, relative to the `largest` of their
+    kind."""
+    if not isinstance(expected, torch.Tensor):
+        return bool(actual == expected)
+    if not isinstance(actual, torch.Tensor) or actual.shape != expected.shape:
         return False
-    if not theirs.is_floating_point():
-        return torch.equal(ours, theirs)
+    if not expected.is_floating_point():
+        return torch.equal(actual, expected)
     axis = rule.axis if isinstance(rule, ItemRows) else None
     difference, exact = (
         (tensor.movedim(axis, 0).flatten(1) if axis is not None else tensor.reshape(1, -1)).double()
-        for tensor in (ours.detach() - theirs.detach(), theirs.detach())
+        for tensor in (actual.detach() - expected.detach(), expected.detach())
     )
     if not exact.numel():
         return True
-    is_half = theirs.dtype not in _TOLERANCES or torch.is_autocast_enabled(theirs.device.type)
-    tolerance = _HALF if is_half else _TOLERANCES[theirs.dtype]
+    is_half = expected.dtype not in _TOLERANCES or torch.is_autocast_enabled(expected.device.type)
+    tolerance = _HALF if is_half else _TOLERANCES[expected.dtype]
     norms = exact.norm(dim=1)
     floor = 0.1 * (norms.max() if axis is not None else norms.new_tensor(largest))
     return bool((difference.norm(dim=1) <= tolerance * torch.maximum(norms, floor)).all())

@@ -13,6 +13,9 @@ from contextlib import contextmanager
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
+import torch
+
+from spindle.errors import TrainingError
 from spindle.launch import Capture
 from spindle.run import World
 from spindle.train.agreement import compare, config_items, module_items, version_items
@@ -20,15 +23,18 @@ from spindle.train.callbacks import Callbacks
 from spindle.train.config import TrainConfig
 from spindle.train.feed import Batch, Feed, LoaderPosition
 from spindle.train.garbage import collect_all
-from spindle.train.optimizer import Update
 from spindle.train.optimizer_reshard import OptimizerState
 from spindle.train.plan import plan_workload, scheduled_planning
 from spindle.train.profiling import ProfiledWorkload, report_workload, trace_and_profile
 from spindle.train.progress import Progress
-from spindle.train.record import Handles, root_handles
+from spindle.train.record import Handles, record, root_handles
+from spindle.train.recorded_lines import check_lines
+from spindle.train.recording_notices import noticing
 from spindle.train.run_folder import RunFolder
 from spindle.train.runtime import RankRuntime, StateFor, gather_buffers, make_runtime, make_update, share_buffers
 from spindle.train.task_variants import TaskVariants
+from spindle.train.trace import describe_batch
+from spindle.train.update import Update
 
 if TYPE_CHECKING:
     from spindle.train.resume import ResumedTensors
@@ -38,67 +44,75 @@ NEW_VARIANT = "a batch takes a new variant of its task"
 
 
 class TrainSession:
-    """The state of one rank's training; all ranks do the same with theirs."""
+    """The state of one rank's training. All ranks do the same with theirs."""
 
     def __init__(self, config: TrainConfig, world: World, notices: list[str], capture: Capture | None) -> None:
         self.config, self.world, self.notices, self.capture = config, world, notices, capture
-        self.progress = Progress(enabled=False)  # of the fit that runs
+        self.progress = Progress(enabled=False, silent=True)  # of the current fit
         self.callbacks = Callbacks(config.callbacks, world.rank)
         self.run_folder = RunFolder.of(config, world)
         self.variants = TaskVariants(config.tasks)
         self.profiled: ProfiledWorkload | None = None
-        self._all_profiled: ProfiledWorkload | None = None  # with the tasks that have ended since
+        self._all_profiled: ProfiledWorkload | None = None  # the profiled tasks, including tasks that have ended
         self.runtime: RankRuntime | None = None
-        self.update: Update | None = None  # the optimizer under the current plan, once parameters were scattered
-        self.handles: Handles = {}  # of all modules that were called so far
-        self.is_scattered = False  # whether parameters are with the ranks that hold them
-        self.checked: set[str] = set()  # task variants whose split loss was compared with the whole one
-        self.num_batches: Counter[str] = Counter()  # of each task, in all fits
-        self.step = 0  # how many steps are done
-        self.num_fits = 0  # that were begun
-        self.first_step = 0  # of the last of these
-        self.fit_steps: int | None = None  # of the last fit, as it was called
-        self.loader_positions: dict[str, LoaderPosition] = {}  # of a restored state, where loaders go on
-        self.loader_facts: dict[str, dict[str, Any]] = {}  # what was saved of the loaders that these are of
-        # Of the step after a restored state: its tasks, and those that were known then.
+        self.update: Update | None = None  # the optimizer under the current plan, once parameters are scattered
+        self.handles: Handles = {}  # handles of all modules that were called so far
+        self.is_scattered = False  # whether each parameter is only on the ranks that hold it under the plan
+        self.checked: set[str] = set()  # task variants whose split loss was compared with the whole loss
+        self.num_batches: Counter[str] = Counter()  # how many batches of each task were trained, in all fits
+        self.step = 0  # how many steps were trained
+        self.num_fits = 0  # how many fits have begun
+        self.first_step = 0  # the step with which the last fit began
+        self.fit_steps: int | None = None  # how many steps the last fit was asked for
+        self.loader_positions: dict[str, LoaderPosition] = {}  # where loaders continue, from a restored state
+        self.loader_facts: dict[str, dict[str, Any]] = {}  # the properties that these loaders had
+        # The tasks of the step after a restored state, and the tasks that were known at that time.
         self.next_step_tasks: tuple[frozenset[str], frozenset[str]] | None = None
-        self.absent_tasks: frozenset[str] = frozenset()  # of the script, which had ended in the restored state
+        self.absent_tasks: frozenset[str] = frozenset()  # tasks of the script that had ended in the restored state
         self.saver: Saver | None = None
-        self.saved: ResumedTensors | None = None  # of the checkpoint that was resumed from
-        self.saved_planning = scheduled_planning(config.planning, world)  # or that of the checkpoint
-        self.sample_step: list[dict[str, Batch]] = []  # batches on which placements are chosen, by task; on rank 0
-        self._optimizer_state: OptimizerState | StateFor | None = None  # for the next optimizer, where there is none
+        self.saved: ResumedTensors | None = None  # the checkpoint that was resumed from
+        # The plan and profile from a scheduler, or of the checkpoint.
+        self.saved_planning = scheduled_planning(config.planning, world)
+        # On rank 0, by micro-step and task: the batches on which placements are chosen.
+        self.sample_step: list[dict[str, Batch]] = []
+        self._optimizer_state: OptimizerState | StateFor | None = None  # for the next optimizer, while there is none
 
     @contextmanager
     def showing_progress(self, enabled: bool) -> Iterator[None]:
         """A context in which rank 0 shows its progress, if enabled."""
-        self.progress = Progress(enabled=enabled and self.world.rank == 0)
+        self.progress = Progress(enabled=enabled and self.world.rank == 0, silent=self.world.rank != 0)
         try:
             yield
         finally:
             self.progress.close()
-            self.progress = Progress(enabled=False)
+            self.progress = Progress(enabled=False, silent=True)
 
     def notify(self, text: str) -> None:
-        """Show a text the first time it is given."""
+        """Show a text, the first time that it is given."""
         if text not in self.notices:
             self.notices.append(text)
             self.progress.note(text)
 
+    def warn(self, text: str) -> None:
+        """Show a text, the first time that it is given, also with `fit(progress=False)`: something would be lost."""
+        if text not in self.notices:
+            self.notices.append(text)
+            self.progress.warn(text)
+
     @property
     def current_runtime(self) -> RankRuntime:
-        """The runtime of the current plan, which there is during a fit."""
+        """The runtime of the current plan. There is one during a fit."""
         assert self.runtime is not None
         return self.runtime
 
     def trace_and_profile(self, feeds: Mapping[str, Feed]) -> ProfiledWorkload:
-        """The tasks, traced and profiled where they are not yet, or where modules were switched since."""
+        """Trace and profile the tasks, unless that was done and no module was frozen, unfrozen or switched since."""
         items = version_items() | config_items(self.config)
         if self._all_profiled is not None:
             items |= module_items(self._all_profiled.workload.bound.handles)
         compare(self.world, items)
         if self._is_switched():
-            self._start_anew("modules were frozen, unfrozen or switched since")
+            self._forget_given_plan("modules were frozen, unfrozen or switched since")
         if self.profiled is None:
             examples = {task: feed.example() for task, feed in feeds.items() if not self.variants.names_of(task)}
             for task, batch in examples.items():
@@ -119,15 +133,29 @@ class TrainSession:
         return self.profiled
 
     def plan(self, feeds: Mapping[str, Feed]) -> None:
-        """Make a plan for the tasks, unless there is one and no module was switched since."""
+        """Make a plan for the tasks, unless there is one and no module was frozen, unfrozen or switched since."""
         profiled = self.trace_and_profile(feeds)
         if self.runtime is None:
             if not self.sample_step and self.config.planning.takes_parts and self.world.rank == 0:
                 self.sample_step = self._first_step_of(feeds)
-            self.runtime = self._planned(profiled)
+            self.runtime = self._make_plan(profiled)
+
+    def check_recordings(self) -> None:
+        """Record the tasks again, and raise an error if what their code reads from outside has changed."""
+        assert self.profiled is not None
+        traced = self.profiled.workload.bound.tasks
+        for variant in self.variants:
+            if variant.name in traced:
+                with (
+                    noticing(lambda text: None),
+                    self.current_runtime.weights.in_shape(),
+                    torch.random.fork_rng(devices=[]),
+                ):
+                    now = record(variant.definition, variant.example)
+                check_lines(variant.name, traced[variant.name].recorded.lines, now.lines)
 
     def _first_step_of(self, feeds: Mapping[str, Feed]) -> list[dict[str, Batch]]:
-        """The batches of the first step, which are read again when it runs."""
+        """The batches of the first step. They are read again when it runs."""
         micro_steps = []
         for number in range(self.config.gradient_accumulation_steps):
             read = {task: feed.peek(number) for task, feed in feeds.items()}
@@ -136,10 +164,10 @@ class TrainSession:
             )
         return micro_steps
 
-    def _planned(self, profiled: ProfiledWorkload) -> RankRuntime:
+    def _make_plan(self, profiled: ProfiledWorkload) -> RankRuntime:
         workload, config, world = profiled.workload, self.config, self.world
         config = self.saved_planning.applied_to(config, workload.graph, profiled.profile, world.size)
-        self.saved_planning = replace(self.saved_planning, plan=None)  # for the first plan only
+        self.saved_planning = replace(self.saved_planning, plan=None)  # the saved plan is only for the first plan
         examples = self._examples()
         known = [
             {variant.name: batch for task, batch in row.items() if (variant := self.variants.get(task, batch.variant))}
@@ -156,7 +184,7 @@ class TrainSession:
         return {variant.name: variant.example for variant in self.variants}
 
     def scatter_parameters(self) -> None:
-        """Send parameters to the ranks that hold them, and make an optimizer over what this rank has."""
+        """Send parameters to the ranks that hold them, and make an optimizer of those that this rank holds."""
         self.is_scattered, runtime = True, self.current_runtime
         runtime.weights.scatter_parameters()
         if self.saved is not None:
@@ -167,6 +195,12 @@ class TrainSession:
         if self.update is None:
             self.update = make_update(runtime, self.config, self.world, self._optimizer_state)
             self._optimizer_state = None
+            if left_out := self.update.left_out:
+                shown = ", ".join([*left_out[:3], "..."][: len(left_out)])
+                self.notify(
+                    f"the optimizer leaves out {len(left_out)} parameters that require gradients ({shown}): they are "
+                    "not trained; requires_grad_(False) freezes them"
+                )
 
     def gather_parameters(self) -> None:
         """Give every rank all parameters and buffers again."""
@@ -181,36 +215,36 @@ class TrainSession:
         self.is_scattered = False
 
     def set_config(self, config: TrainConfig, *, keep_optimizer: bool = True) -> None:
-        """Train by this configuration from the next fit on. Every rank must hold all weights."""
+        """Train with this configuration from the next fit on. Every rank must hold all weights."""
         self.forget_plan(keep_optimizer=keep_optimizer)
         if config.tasks == self.config.tasks:
             self.config = config
         else:
-            self._adopt(config)
+            self._set_config(config)
 
     def change_config(self, config: TrainConfig, feeds: Mapping[str, Feed]) -> None:
-        """Train by this configuration from the next step on, with a new plan. Parameters are scattered before and
+        """Train with this configuration from the next step on, under a new plan. Parameters are scattered before and
         after."""
         old, update = self.current_runtime, self.update
         assert update is not None
         old.steps.close()
         update.settle_copies()
         self.checked -= self.variants.set_tasks(config.tasks)
-        if not self._is_known():  # a new task, or a module that was switched, is traced with whole weights
+        if not self._is_known():  # a new task, or a switched module, is traced with whole weights
             self.gather_parameters()
             self.forget_plan()
-            self._adopt(config)
+            self._set_config(config)
             self.plan(feeds)
             self.scatter_parameters()
             return
         if old.shards is not None:
             old.shards.release()
         self.world.forget_groups()
-        # From here on, slices go straight from the ranks of the old plan to those of the new one.
+        # From here on, slices are sent directly from the ranks of the old plan to those of the new one.
         with old.weights.in_shape():
-            self._adopt(config)
+            self._set_config(config)
             assert self.profiled is not None
-            new = self._planned(self.profiled)
+            new = self._make_plan(self.profiled)
         gather_buffers(old, self.world)
         share_buffers(old.workload.bound, self.world)
         old.drop_gradients()
@@ -220,8 +254,8 @@ class TrainSession:
         self.update = make_update(new, self.config, self.world, update.state())
         self.runtime = new
 
-    def _adopt(self, config: TrainConfig) -> None:
-        """Adopt a configuration, keeping what is known of its tasks from earlier ones."""
+    def _set_config(self, config: TrainConfig) -> None:
+        """Use a configuration, keeping what is known of its tasks from earlier ones."""
         previous, self.config = self.config, config
         if config.tasks != previous.tasks:
             self.config = config.without_given_plan("the set of tasks changed", self.notify)
@@ -234,7 +268,7 @@ class TrainSession:
         self.profiled = profiled.without_tasks(ended, config.name) if ended else profiled
 
     def _is_known(self) -> bool:
-        """Whether all tasks that are trained now are traced and profiled."""
+        """Whether all tasks of the configuration are traced and profiled."""
         if self._all_profiled is None or self._is_switched():
             return False
         names = {variant.name for variant in self.variants}
@@ -245,12 +279,18 @@ class TrainSession:
         return self._all_profiled is not None and self._all_profiled.workload.is_switched
 
     def take_new_variant(self, task: str, key: int, batch: Batch) -> None:
-        """Add a variant that a batch takes for the first time; the next plan has it. Rank 0 must hold all weights."""
+        """Add a variant that a batch takes for the first time. The next plan includes it. Rank 0 must hold all
+        weights."""
+        if self.config.is_sweep:
+            raise TrainingError(
+                f"trial {task!r}: a batch has other entries than the first ({describe_batch(batch.nest)}), or takes "
+                "another branch of the task's code; the batches of a sweep must all have one form"
+            )
         self.variants.add(task, key, batch)
-        self._start_anew(NEW_VARIANT)
+        self._forget_given_plan(NEW_VARIANT)
 
     def forget_plan(self, *, keep_optimizer: bool = True) -> None:
-        """Drop the plan, and the optimizer's state unless `keep_optimizer`."""
+        """Drop the plan, and without `keep_optimizer` also the optimizer's state."""
         if not keep_optimizer:
             self._optimizer_state = None
         if self.runtime is None:
@@ -263,7 +303,7 @@ class TrainSession:
             self.runtime.shards.release()
         self.runtime.drop_gradients()
         self.runtime = None
-        collect_all()  # what the plan held on its device
+        collect_all()  # frees what the plan held on the device
         self.world.forget_groups()
 
     def optimizer_state(self) -> OptimizerState:
@@ -278,7 +318,7 @@ class TrainSession:
         assert self.update is None
         self._optimizer_state = state
 
-    def _start_anew(self, reason: str) -> None:
+    def _forget_given_plan(self, reason: str) -> None:
         self.forget_plan()
         self.profiled = self._all_profiled = None
         self.config = self.config.without_given_plan(reason, self.notify)

@@ -14,12 +14,12 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from types import FrameType
 
-_ENDING = (signal.SIGTERM, signal.SIGUSR1)  # a job queue sends either of them, some time before SIGKILL
-_REPEAT_S = 5.0  # after the first signal, in which further ones count as repeats
+_ENDING = (signal.SIGTERM, signal.SIGUSR1)  # job queues send one of them some time before SIGKILL
+_REPEAT_S = 5.0  # seconds after the first signal during which further signals count as repeats
 
 
 class NoticedSignals:
-    """The first signal that came."""
+    """The first signal that the process has received."""
 
     def __init__(self) -> None:
         self.first: signal.Signals | None = None
@@ -27,7 +27,7 @@ class NoticedSignals:
         self._process = os.getpid()
 
     def notice(self, number: int, frame: FrameType | None) -> None:
-        is_forked = os.getpid() != self._process  # a DataLoader worker, which inherits handlers
+        is_forked = os.getpid() != self._process  # a DataLoader worker inherits the handlers of its parent
         if self.first is None and not is_forked:
             self.first, self._first_s = signal.Signals(number), time.monotonic()
         elif is_forked or time.monotonic() - self._first_s > _REPEAT_S:
@@ -37,7 +37,7 @@ class NoticedSignals:
 
 @contextmanager
 def noticed_signals() -> Iterator[NoticedSignals]:
-    """A context in which signals to end are noted, unless the script has its own handlers. Only the main thread
+    """A context in which signals to end are noted, unless the script has handlers of its own. Only the main thread
     receives signals."""
     noticed, before = NoticedSignals(), {}
     if threading.current_thread() is threading.main_thread():

@@ -23,8 +23,8 @@ from spindle.train.session import TrainSession
 class DataPosition:
     """Where a task's data continues: after the batches of all fits so far.
 
-    A map-style dataset continues there. Other loaders start anew with each fit, so they have a position only during
-    one.
+    A map-style dataset continues there in the next fit. Any other loader starts again with each fit, so it has a
+    position only during a fit.
     """
 
     num_batches: int
@@ -37,18 +37,18 @@ class TrainState:
 
     step: int
     tasks: tuple[str, ...]
-    data: Mapping[str, DataPosition]  # by task; of tasks that have ended, too
+    data: Mapping[str, DataPosition]  # by task, including tasks that have ended
     random_state: RandomState  # of torch, Python and numpy, on this rank
-    sampling_weights: Mapping[str, float | None] | None  # None for those that are functions of the step
+    sampling_weights: Mapping[str, float | None] | None  # None for weights that are functions of the step
     variants: Mapping[tuple[str, int], str]  # names of task variants, by task and key
-    optimizer: OptimizerState  # this rank's share, by parameter, with the learning-rate scheduler's state
+    optimizer: OptimizerState  # this rank's share, by parameter, and the state of the learning-rate scheduler
 
 
 def take_state(
     session: TrainSession, step: int, num_batches: Mapping[str, int], loaders: Mapping[str, LoaderPosition]
 ) -> TrainState:
-    """The state of a session before this step, after `num_batches` batches of each task in all fits; all ranks must
-    call it. `loaders` are positions during a fit."""
+    """The state of a session before this step, after `num_batches` batches of each task in all fits. All ranks must
+    call it. `loaders` are the positions of loaders during a fit."""
     config = session.config
     weights = config.sampling_weights
     return TrainState(
@@ -60,13 +60,15 @@ def take_state(
         if weights is None
         else {name: None if callable(weight) else float(weight) for name, weight in weights.items()},
         variants=session.variants.names,
-        optimizer=deepcopy(session.optimizer_state()),  # which training goes on to change
+        optimizer=deepcopy(session.optimizer_state()),  # a copy, because training continues to change it
     )
 
 
 def restore_state(session: TrainSession, state: TrainState) -> None:
-    """Let a session continue from a state: its next fit begins with step `state.step`. The session must not have
-    trained yet; all ranks must call it, each with its own state."""
+    """Continue a session from a state: its next fit begins with step `state.step`.
+
+    The session must not have trained yet. All ranks must call this, each with its own state.
+    """
     config = _restored_config(session.config, state)
     if session.runtime is not None or session.num_batches:
         raise TrainingError("a Trainer that has trained already cannot load another state; make a new Trainer")

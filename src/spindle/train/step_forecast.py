@@ -16,12 +16,12 @@ from spindle.train.utilization import flops_per_sample, peak_flops
 
 
 class StepForecast:
-    """The forecast of one plan, for callbacks: without any, nothing is simulated."""
+    """The forecast of the steps under one plan, for callbacks. Without callbacks, nothing is simulated."""
 
     def __init__(self, runtime: RankRuntime, config: TrainConfig, device: torch.device) -> None:
         self._runtime, self._config = runtime, config
-        self._predicted_s: float | None = None  # of a micro-step, by a static plan
-        self._at_peak_s: dict[str, float] = {}  # the FLOPs of a sample, by task variant
+        self._predicted_s: float | None = None  # of one micro-step, for a static plan
+        self._at_peak_s: dict[str, float] = {}  # how long a sample's FLOPs take at peak, by task variant
         if config.callbacks:
             planned = runtime.planned
             if not runtime.steps.plans_ahead:
@@ -34,7 +34,7 @@ class StepForecast:
     def launched(
         self, step: int, headers: Sequence[Mapping[str, BatchHeader]], runs: Sequence[StepRun]
     ) -> LaunchedStep:
-        """What is known of a step that was just launched; `headers` are by micro-step and task."""
+        """What is known of a step that was just launched. `headers` are by micro-step and task."""
         trained = [header for row in headers for header in row.values()]
         weights = {task.name: task.weight for task in self._config.tasks if any(task.name in row for row in headers)}
         microbatches = [microbatch for run in runs for microbatch in run.microbatches.values()]

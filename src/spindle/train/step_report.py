@@ -13,25 +13,26 @@ from dataclasses import dataclass
 from spindle.plan import Plan
 from spindle.train.callbacks import StepRecord
 
-NO_RATE = math.nan  # of a group of which a rank holds no parameter
-NO_SQUARE = -1.0  # of the gradients of a rank that has none, or where the norm is not computed
+NO_RATE = math.nan  # stands for the learning rate of a group if a rank holds no parameter of it
+NO_SQUARE = -1.0  # stands for the squared norm of a rank without gradients, or if the norm is not computed
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReportColumns:
-    """The columns of a row under one plan: a loss for each task, a total and a count for each metric, the learning rate
-    of each group; then the square of the gradient norm, the loss scale, whether the step was skipped, the time since
-    the fit began, and the peak memory."""
+    """The columns of a report row under one plan: a loss per task; a total and a count per metric; a learning rate per
+    group; a squared gradient norm per trial; then the loss scale, whether the step was skipped, the time since the fit
+    began, and the peak memory."""
 
     tasks: tuple[str, ...]
-    metrics: tuple[str, ...] = ()  # `task/name`
+    metrics: tuple[str, ...] = ()  # by `task/name`
     lr_groups: tuple[str, ...] = ()
+    trials: tuple[str, ...] = ("",)  # in a sweep: each has a gradient norm of its own
 
     def __len__(self) -> int:
-        return len(self.tasks) + 2 * len(self.metrics) + len(self.lr_groups) + 5
+        return len(self.tasks) + 2 * len(self.metrics) + len(self.lr_groups) + len(self.trials) + 4
 
     def read(self, rows: Sequence[Sequence[float]]) -> StepReport:
-        """The report of a step from all ranks' rows."""
+        """Combine the rows of all ranks into the report of a step."""
         columns = list(zip(*rows, strict=True))
         first = 0
 
@@ -43,7 +44,9 @@ class ReportColumns:
         losses = {name: sum(parts) for name, parts in zip(self.tasks, take(len(self.tasks)), strict=True)}
         totals = [sum(parts) for parts in take(2 * len(self.metrics))]
         rates = dict(zip(self.lr_groups, map(_first_known, take(len(self.lr_groups))), strict=True))
-        squares, scales, found_infs, ends_s, peaks = take(5)
+        norms = dict(zip(self.trials, map(_norm, take(len(self.trials))), strict=True))
+        known = [norm for norm in norms.values() if norm is not None]
+        scales, found_infs, ends_s, peaks = take(4)
         return StepReport(
             losses=losses,
             metrics={
@@ -52,7 +55,8 @@ class ReportColumns:
                 if count
             },
             learning_rates={name: rate for name, rate in rates.items() if rate is not None},
-            grad_norm=_norm(squares),
+            grad_norm=math.hypot(*known) if known else None,
+            grad_norms={trial: norm for trial, norm in norms.items() if trial and norm is not None},
             loss_scale=_first_known(scales),
             skipped=any(found_infs),
             end_s=max(ends_s),
@@ -62,12 +66,14 @@ class ReportColumns:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepReport:
-    """A step's numbers, of all ranks together. `end_s` is when the last rank finished it, since the fit began."""
+    """The numbers of a step, combined over all ranks. `end_s` is when the last rank finished it, since the fit
+    began."""
 
     losses: Mapping[str, float]
     metrics: Mapping[str, float]
     learning_rates: Mapping[str, float]
     grad_norm: float | None
+    grad_norms: Mapping[str, float]
     loss_scale: float | None
     skipped: bool
     end_s: float
@@ -76,10 +82,11 @@ class StepReport:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LaunchedStep:
-    """What is known of a step when it is launched. `at_peak_s` is how long its FLOPs take at the devices' peak."""
+    """What is known of a step when it is launched. `at_peak_s` is how long its FLOPs would take at the devices'
+    peak."""
 
     step: int
-    weights: Mapping[str, float]  # of the losses, by task of the step
+    weights: Mapping[str, float]  # weights of the losses, by task of the step
     num_samples: int
     num_tokens: int
     plan: Plan
@@ -87,7 +94,7 @@ class LaunchedStep:
     at_peak_s: float | None
 
     def record(self, report: StepReport, step_s: float, idle: float | None) -> StepRecord:
-        """The record of this step, of whose losses and metrics only those of its own tasks have a meaning."""
+        """The record of this step. Only the losses and metrics of the step's own tasks have a meaning."""
         losses = {name: loss for name, loss in report.losses.items() if name in self.weights}
         return StepRecord(
             step=self.step,
@@ -96,6 +103,7 @@ class LaunchedStep:
             metrics=report.metrics,
             learning_rates=report.learning_rates,
             grad_norm=report.grad_norm,
+            grad_norms=report.grad_norms,
             loss_scale=report.loss_scale,
             skipped=report.skipped,
             step_s=step_s,

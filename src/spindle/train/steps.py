@@ -41,12 +41,12 @@ from spindle.train.plan import PlannedWorkload, program_for_rows
 from spindle.train.samples import Needs, needs_of
 from spindle.train.task_variants import TaskVariants
 
-_MOST_SHAPES = 10_000  # of batches, remembered
+_MOST_SHAPES = 10_000  # the number of batches whose shapes are kept
 
 
 @dataclass(frozen=True, slots=True)
 class Microbatch:
-    """A task's batch in one micro-step, and the variant of the task that it takes."""
+    """The batch of a task in one micro-step, and the variant of the task that it takes."""
 
     task: str
     variant: str
@@ -55,7 +55,7 @@ class Microbatch:
 
 
 def microbatches_of(headers: Sequence[Mapping[str, BatchHeader]], variants: TaskVariants) -> list[Microbatch]:
-    """The microbatches of a step, by micro-step and task; their variants must be known."""
+    """The microbatches of a step, by micro-step and task. Their variants must be known."""
     microbatches = []
     for micro_step, row in enumerate(headers):
         for task, header in row.items():
@@ -67,23 +67,25 @@ def microbatches_of(headers: Sequence[Mapping[str, BatchHeader]], variants: Task
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepRun:
-    """One run of a program, with some of a step's microbatches or all of them, by the task names of the program."""
+    """One run of a program, with all or some of a step's microbatches, by the task names of the program."""
 
     executor: Executor
-    profile: Profile  # of the program
+    profile: Profile  # task names of the program
     microbatches: Mapping[str, Microbatch]
     micro_step: MicroStep
-    checks_losses: bool  # whether a loss that is summed from parts is compared with the whole one first
-    is_as_planned: bool = True  # whether its batches have the sizes that were planned for
-    shares: Mapping[str, float] = field(default_factory=dict)  # of the step's tokens, where losses are weighed by them
+    checks_losses: bool  # whether a split loss is first compared with the whole one
+    is_as_planned: bool = True  # whether its batches have the planned sizes
+    # The run's share of the step's tokens, if losses are weighted by them.
+    shares: Mapping[str, float] = field(default_factory=dict)
     cuts: Mapping[tuple[int, int], PytreeMeta] = field(default_factory=dict)
-    lengths: Mapping[str, Lengths] = field(default_factory=dict)  # rows of items
+    lengths: Mapping[str, Lengths] = field(default_factory=dict)  # the number of rows of each item
 
 
-def shares_of_tokens(microbatches: Sequence[Microbatch], weighed: Collection[str]) -> dict[int, float]:
-    """By position of a microbatch whose variant is `weighed` by tokens: its share of those of its task in the step."""
+def shares_of_tokens(microbatches: Sequence[Microbatch], weighted: Collection[str]) -> dict[int, float]:
+    """The share of each microbatch in the tokens of its task in the step, by position. Only for the variants in
+    `weighted`, whose losses are weighted by tokens."""
     totals: dict[str, int] = {}
-    chosen = [number for number, microbatch in enumerate(microbatches) if microbatch.variant in weighed]
+    chosen = [number for number, microbatch in enumerate(microbatches) if microbatch.variant in weighted]
     for number in chosen:
         task, tokens = microbatches[number].task, microbatches[number].header.tokens
         totals[task] = totals.get(task, 0) + tokens
@@ -94,11 +96,11 @@ def shares_of_tokens(microbatches: Sequence[Microbatch], weighed: Collection[str
     }
 
 
-Uses = Sequence[tuple[str, Callable[..., Any], int, int]]  # task, code that reads its batch, and rows
+Uses = Sequence[tuple[str, Callable[..., Any], int, int]]  # task, code that reads its batch, and the rows that it reads
 
 
 def wanted_of(uses: Uses, items_used: Mapping[str, tuple[int, ...]], task: str, batch: Batch) -> Wanted:
-    """What the slots of a rank read of a batch: `task` is its name in the program, `items_used` are those of parts."""
+    """What the slots of a rank read of a batch. `task` is its name in the program. `items_used` is what parts read."""
     needs = needs_of((code, first, last) for name, code, first, last in uses if name == task)
     fields = {field for field, _, _ in needs}
     if EVERYTHING in fields:
@@ -119,9 +121,9 @@ class _Ahead:
 
 
 class Steps:
-    """Abstract: the runs of each step. `main` is the executor of the plan's own program."""
+    """Abstract base class: the runs of each step. `main` is the executor of the plan's own program."""
 
-    plans_ahead: bool  # whether a step should be announced while the step before runs
+    plans_ahead: bool  # whether the next step should be announced while a step runs
 
     def __init__(self, main: Executor, workload: AnalyzedWorkload) -> None:
         self.main = main
@@ -130,21 +132,23 @@ class Steps:
             for name, task in workload.bound.tasks.items()
             if task.recorded.is_mean and task.recorded.definition.tokens is not None
         )
-        self._needs: dict[str, Needs] = {}
+        self._needs: dict[tuple[str, ...], Needs] = {}
 
-    def needs(self, variant: str) -> Needs:
-        """The rows and fields that this rank's slots read of a task variant's batch of the planned size."""
-        if variant not in self._needs:
-            uses = [(code, first, last) for task, code, first, last in self.main.uses if task == variant]
-            self._needs[variant] = needs_of(uses)
-        return self._needs[variant]
+    def needs(self, variants: Iterable[str]) -> Needs:
+        """The rows and fields that this rank's slots read of a batch of the planned size, if it takes one of these
+        variants."""
+        key = tuple(variants)
+        if key not in self._needs:
+            uses = [(code, first, last) for task, code, first, last in self.main.uses if task in key]
+            self._needs[key] = needs_of(uses)
+        return self._needs[key]
 
     def reads(self, variants: Iterable[str]) -> bool:
         """Whether this rank needs batches that take any of these task variants."""
         return not self.main.reads.isdisjoint(variants)
 
     def runs(self, microbatches: Sequence[Microbatch], num_micro_steps: int, batches: MicroSteps) -> Iterator[StepRun]:
-        """The runs of a step with these microbatches, of which this rank has read `batches`."""
+        """The runs of a step with these microbatches. `batches` are those that this rank has read."""
         raise NotImplementedError
 
     def plan_ahead(
@@ -155,16 +159,18 @@ class Steps:
         time_limit_s: float | None,
         upcoming: Sequence[Mapping[str, Batch]] | None = None,
     ) -> None:
-        """Start planning a step that is to run after the current one. With `upcoming`, on rank 0 the batches of the
-        step behind it by micro-step and variant, that one is planned, too: the program of the next step is then known
-        in time to decode what it reads."""
+        """Start to plan the step after the current one.
+
+        `upcoming`, on rank 0, are the batches of the step after that one, by micro-step and variant. With it, that step
+        is planned as well, so that the program of the next step is known in time to decode what it reads.
+        """
 
     def wanted(self, variant: str, micro_step: int, batch: Batch) -> Wanted | None:
         """What this rank needs of a batch of the next step; None while that is not known."""
         raise NotImplementedError
 
     def gradient_tensors(self) -> Iterator[torch.Tensor]:
-        """The memory that gradients keep from step to step."""
+        """The gradient buffers that are kept from step to step."""
         raise NotImplementedError
 
     def close(self) -> None:
@@ -172,7 +178,7 @@ class Steps:
 
 
 class _Executors:
-    """Makes this rank's executors over its parameters."""
+    """Makes executors over the parameters of this rank."""
 
     def __init__(
         self,
@@ -201,7 +207,7 @@ class _Executors:
         )
 
     def of_step(self, program: Program, step: StepGraph, shards: Shards | None, last: Executor) -> Executor:
-        """An executor of one step's own program, which reuses the gradient memory of the last one."""
+        """An executor of a step's own program, which reuses the gradient buffers of the previous one."""
         axes = self._workload.bound.batch_axes
         return Executor(
             program,
@@ -220,7 +226,7 @@ class _Executors:
 
 
 class StaticSteps(Steps):
-    """Steps that all run the plan's program, once for each micro-step."""
+    """Steps that all run the plan's program, once per micro-step."""
 
     plans_ahead = False
 
@@ -240,14 +246,17 @@ class StaticSteps(Steps):
         self._executors = {tuple(self._planned_rows.values()): self.main}
 
     def runs(self, microbatches: Sequence[Microbatch], num_micro_steps: int, batches: MicroSteps) -> Iterator[StepRun]:
-        # The optimizer steps after the last micro-step, with the gradients of all variants that any of them used.
+        # The optimizer steps after the last micro-step, with the gradients of all variants that any micro-step has
+        # used.
         used: frozenset[str] = frozenset()
         shares = shares_of_tokens(microbatches, self._weighed) if num_micro_steps > 1 else {}
         for number in range(num_micro_steps):
-            taken = {microbatch.variant: microbatch for microbatch in microbatches if microbatch.micro_step == number}
-            used |= frozenset(taken)
-            executor = self._executor_for({name: microbatch.header.num_rows for name, microbatch in taken.items()})
-            taken_shares = {
+            by_variant = {
+                microbatch.variant: microbatch for microbatch in microbatches if microbatch.micro_step == number
+            }
+            used |= frozenset(by_variant)
+            executor = self._executor_for({name: microbatch.header.num_rows for name, microbatch in by_variant.items()})
+            own_shares = {
                 microbatches[place].variant: share
                 for place, share in shares.items()
                 if microbatches[place].micro_step == number
@@ -255,11 +264,11 @@ class StaticSteps(Steps):
             yield StepRun(
                 executor=executor,
                 profile=self._planned.profile,
-                microbatches=taken,
-                micro_step=_weighed_step(
-                    MicroStep(number, num_micro_steps, used), taken_shares, taken, num_micro_steps
+                microbatches=by_variant,
+                micro_step=_weighted_micro_step(
+                    MicroStep(number, num_micro_steps, used), own_shares, by_variant, num_micro_steps
                 ),
-                shares=taken_shares,
+                shares=own_shares,
                 checks_losses=True,
                 is_as_planned=executor is self.main,
             )
@@ -270,7 +279,7 @@ class StaticSteps(Steps):
         return wanted_of(self.main.uses, self.main.items_used, variant, batch)
 
     def _executor_for(self, rows: Mapping[str, int]) -> Executor:
-        """The executor for these numbers of rows; others than planned come with a loader's short last batch."""
+        """The executor for these numbers of rows. They differ from the planned ones for a loader's short last batch."""
         key = tuple(rows.get(name, planned) for name, planned in self._planned_rows.items())
         if key not in self._executors:
             program = program_for_rows(self._planned, dict(zip(self._planned_rows, key, strict=True)), self._world)
@@ -283,7 +292,7 @@ class StaticSteps(Steps):
 
 
 class PipelinedSteps(Steps):
-    """Steps whose microbatches run in one program that was made for them."""
+    """Steps whose microbatches run in one program, made for the step."""
 
     plans_ahead = True
 
@@ -321,13 +330,13 @@ class PipelinedSteps(Steps):
         self._ahead: _Ahead | None = None
 
     def reads(self, variants: Iterable[str]) -> bool:
-        # Which replica runs which microbatch, and which rank which part, is known only when all of them are read.
+        # Which replica runs which microbatch, and which rank runs which part, is only known when all of them are read.
         return self._layout.num_replicas > 1 or self._has_parts or super().reads(variants)
 
     def runs(self, microbatches: Sequence[Microbatch], num_micro_steps: int, batches: MicroSteps) -> Iterator[StepRun]:
         world = self._world
         key = _key_of(microbatches, num_micro_steps)
-        self._share_shapes(microbatches, batches)  # may broadcast: on all ranks before anything else does
+        self._share_shapes(microbatches, batches)  # this may broadcast, so all ranks do it before anything else
         step = self._step_graph(key, microbatches, num_micro_steps)
         program = None if self._ahead is None or self._ahead.key != key else self._ahead.program
         if program is None:
@@ -341,7 +350,7 @@ class PipelinedSteps(Steps):
             executor=self._last,
             profile=step.profile,
             microbatches=by_name,
-            micro_step=_weighed_step(MicroStep(tasks=frozenset(by_name)), by_share, by_name, num_micro_steps),
+            micro_step=_weighted_micro_step(MicroStep(tasks=frozenset(by_name)), by_share, by_name, num_micro_steps),
             shares=by_share,
             checks_losses=False,
             cuts=self._microbatches.cuts(step, key),
@@ -360,11 +369,11 @@ class PipelinedSteps(Steps):
         key = _key_of(microbatches, num_micro_steps)
         if self._world.rank == 0:
             profile = self._step_graph(key, microbatches, num_micro_steps).profile
-            self._microbatches.ask(key, profile, time_limit_s)
+            self._microbatches.request_plan(key, profile, time_limit_s)
         self._ahead = None
         if upcoming is None or not self._has_parts:
             return
-        # The program of the next step, if it was planned by now: a step ago, as one that was upcoming.
+        # The program of the next step, if it is planned by now: it was requested a step ago, as an upcoming step.
         ready = self._microbatches.ready(key) if self._world.rank == 0 else None
         program: Program | None = self._world.broadcast_object(ready)
         if program is not None:
@@ -374,7 +383,7 @@ class PipelinedSteps(Steps):
             self._ahead = _Ahead(key, program, rank_program.uses, rank_program.items_used)
         if self._world.rank == 0 and upcoming:
             batches_of = [(name, batch) for row in upcoming for name, batch in row.items()]
-            self._microbatches.ask_early(
+            self._microbatches.request_plan_early(
                 tuple(
                     tuple((name, batch.num_rows, batch.signature) for name, batch in row.items()) for row in upcoming
                 ),
@@ -394,23 +403,23 @@ class PipelinedSteps(Steps):
         return self._microbatches.graph(key, self._workload.reached, counts)
 
     def _share_shapes(self, microbatches: Sequence[Microbatch], batches: MicroSteps) -> None:
-        """Give all ranks the batch of each microbatch without values, and the lengths of its items: a rank that does
-        not read it infers the shapes that it will receive."""
-        if len(self._shapes) > _MOST_SHAPES:  # on all ranks at once
+        """Give all ranks every microbatch's batch without values, and the lengths of its items, so that ranks which do
+        not read the batch can infer the shapes that they will receive."""
+        if len(self._shapes) > _MOST_SHAPES:  # all ranks at the same time
             self._shapes.clear()
             self._microbatches.forget()
-        new: dict[int, dict[tuple[str, int, int], Microbatch]] = {}  # by reader
+        new: dict[int, dict[tuple[str, int, int], Microbatch]] = {}  # by the rank that reads them
         for microbatch in microbatches:
             header = microbatch.header
             key = (microbatch.task, header.variant, header.signature)
             if key not in self._shapes:
                 new.setdefault(header.reader, {})[key] = microbatch
         for reader, wanted in sorted(new.items()):
-            mine = None
+            new_shapes = None
             if self._world.rank == reader:
                 read = {key: batches[microbatch.micro_step][microbatch.task] for key, microbatch in wanted.items()}
-                mine = {key: BatchItems(without_values(batch.nest), batch.lengths) for key, batch in read.items()}
-            self._shapes.update(self._world.broadcast_object(mine, reader))
+                new_shapes = {key: BatchItems(without_values(batch.nest), batch.lengths) for key, batch in read.items()}
+            self._shapes.update(self._world.broadcast_object(new_shapes, reader))
         new_cuts: dict[str, Cuts] = {}
         for microbatch in microbatches:
             header = microbatch.header
@@ -430,10 +439,10 @@ class PipelinedSteps(Steps):
         self._microbatches.close()
 
 
-def _weighed_step(
+def _weighted_micro_step(
     micro_step: MicroStep, shares: Mapping[str, float], microbatches: Mapping[str, Microbatch], num_micro_steps: int
 ) -> MicroStep:
-    """A micro-step whose losses count by their shares of the step's tokens instead of all alike."""
+    """A micro-step whose losses are weighted by their shares of the step's tokens, instead of equally."""
     return replace(
         micro_step,
         weights={name: share * num_micro_steps for name, share in shares.items()},
@@ -442,7 +451,7 @@ def _weighed_step(
 
 
 def _key_of(microbatches: Sequence[Microbatch], num_micro_steps: int) -> Key:
-    """What a program depends on: by micro-step, the variants, rows and signatures of its batches."""
+    """What a step's program depends on: the variants, rows and signatures of its batches, by micro-step."""
     return tuple(
         tuple(
             (microbatch.variant, microbatch.header.num_rows, microbatch.header.signature)

@@ -6,10 +6,12 @@ any other time it simply runs the module, so the same script trains in plain PyT
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable, Mapping
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
+from weakref import WeakSet
 
 import torch
 from torch import fx, nn
@@ -19,9 +21,13 @@ from spindle.models import Chain, chain_and_output, check_options, resolve_style
 from spindle.train.packed import unpacked
 
 
+class HandleAttributeError(AttributeError):
+    """An attribute that the handle of a module does not have."""
+
+
 class ModuleHandle:
-    """A module under its name, as `spindle.module` registered it. `chain` has its layers once tasks that call it are
-    cut."""
+    """A module under the name with which `spindle.module` registered it. `chain` has its layers once tasks that call it
+    are cut."""
 
     def __init__(
         self,
@@ -36,15 +42,15 @@ class ModuleHandle:
         self.name, self.module, self.whole_batch = name, nn_module, whole_batch
         self.activation_checkpointing, self.split = activation_checkpointing, split
         self.tensor_parallel, self.compile = tensor_parallel, compile
-        self.has_compared_attributes = False  # with other ranks
+        self.has_compared_attributes = False  # whether its attributes were compared between ranks
         self.chain: Chain = whole_chain(nn_module, "it was not called yet")
-        self.composite: ModuleHandle | None = None  # of which this is a part
-        self.closed_reason = ""  # why a module with towers is not opened into them and its other parts
+        self.composite: ModuleHandle | None = None  # the composite of which this is a part
+        self.closed_reason = ""  # why a module with towers is not opened into its parts
         self._parts: dict[str, ModuleHandle] = {}
         self._packed: ModuleHandle | None = None
 
     def part(self, path: str, module: nn.Module | None = None) -> ModuleHandle:
-        """The handle of a part of this composite, named by its path; the same one each time."""
+        """The handle of a part of this composite, named by its path; always the same handle."""
         if path not in self._parts:
             assert module is not None
             name = f"{self.name}.{path}" if path else self.name
@@ -57,7 +63,7 @@ class ModuleHandle:
         return self._parts[path]
 
     def packed(self, wrap: Callable[[nn.Module], nn.Module]) -> ModuleHandle:
-        """The handle of the same module with a padded output: one layer."""
+        """The handle of the same module with a padded output, as one layer."""
         if self._packed is None:
             self._packed = ModuleHandle(
                 self.name, wrap(self.module), self.whole_batch, self.activation_checkpointing, False, {}
@@ -71,8 +77,8 @@ class ModuleHandle:
     def cut(
         self, args: Any, kwargs: Any, values: Callable[[], tuple[Any, Any]] | None = None
     ) -> tuple[Chain, Callable[[], Any]]:
-        """The chain of calls with such arguments, and a function that gives their output without values. `values`
-        returns the arguments as real tensors."""
+        """The chain of layers for calls with such arguments, and a function that gives their output without values.
+        `values` returns the arguments as real tensors."""
         return chain_and_output(self.module, args, kwargs, self.split, values)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -84,25 +90,25 @@ class ModuleHandle:
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):  # protocols such as copying look attributes up before there are any
             raise AttributeError(name)
-        raise AttributeError(
-            f"spindle.module({self.name!r}) has no attribute {name!r}: a task calls the handle itself. Register a "
-            f"module whose forward calls .{name}(...); outside tasks, the registered module is .module",
-            name=name,
-            obj=self,
-        )
+        if recording.get() is None:
+            what = f"its .module has: write .module.{name}" if hasattr(self.module, name) else "nor has its .module"
+        else:
+            what = f"a task calls the handle itself. Register a module whose forward calls .{name}(...)"
+        # Without `name` and `obj`, because Python would suggest attributes that scripts should not use.
+        raise HandleAttributeError(f"spindle.module({self.name!r}) has no attribute {name!r}: {what}")
 
     def __repr__(self) -> str:
         return f"spindle.module({self.name!r})"
 
 
 def styles_of_part(styles: Mapping[str, str], path: str) -> dict[str, str]:
-    """The styles of a composite that concern one of its parts, with patterns relative to that part."""
+    """The tensor-parallel styles of a composite that apply to one of its parts, with patterns relative to that part."""
     components = path.split(".") if path else []
     relative = {}
     for pattern, style in styles.items():
         first = pattern.split(".")
         begins = len(first) > len(components) and all(
-            mine in (theirs, "*") for mine, theirs in zip(first, components, strict=False)
+            given in (component, "*") for given, component in zip(first, components, strict=False)
         )
         if begins:
             relative[".".join(first[len(components) :])] = style
@@ -110,17 +116,17 @@ def styles_of_part(styles: Mapping[str, str], path: str) -> dict[str, str]:
 
 
 def called_part(handle: ModuleHandle, arguments: tuple[Any, Any]) -> Any:
-    """Stand in a recorded task for a call of a part of a composite, with the args and kwargs that its glue gives."""
+    """Stands in a recorded task for a call of a composite's part, with the arguments that its glue computes."""
     args, kwargs = arguments
     return handle.module(*args, **kwargs)
 
 
 def called_module(handle: ModuleHandle, *args: Any, **kwargs: Any) -> Any:
-    """Stand in a recorded task for a call of a module."""
+    """Stands in a recorded task for a call of a module."""
     return handle.module(*args, **kwargs)
 
 
-recording: ContextVar[fx.Tracer | None] = ContextVar("recording", default=None)  # while a task is being recorded
+recording: ContextVar[fx.Tracer | None] = ContextVar("recording", default=None)  # set while a task is being recorded
 
 
 def module(
@@ -133,19 +139,19 @@ def module(
     tensor_parallel: Mapping[str, str] | None = None,
     compile: bool | Mapping[str, Any] = False,
 ) -> ModuleHandle:
-    """Register an `nn.Module` under a name that all tasks share.
+    """Register an `nn.Module` under a name, so that several tasks can use it.
 
     It is split into layers automatically; with `split=False` it stays one layer. With `activation_checkpointing`,
     backward recomputes the activations of its layers instead of keeping them. `whole_batch` declares that the samples
-    of a batch depend on each other in it, so that it must not run on parts of a batch.
+    of a batch depend on each other in this module, so that it must not run on parts of a batch.
 
     `tensor_parallel` is a tensor-parallel plan with Hugging Face's style names: `{"layers.*.attention.query":
-    "colwise", "layers.*.attention.out": "rowwise", ...}`; Hugging Face's models come with one; `{}` disables it. The
-    planner chooses the tensor-parallel degree. With `"sequence_parallel"` for a block, its activations are sharded by
-    tokens between its tensor-parallel parts: `{**llm.tp_plan, "model.layers.*": "sequence_parallel"}`.
+    "colwise", "layers.*.attention.out": "rowwise", ...}`. Hugging Face models come with one; `{}` disables it. The
+    planner chooses the tensor-parallel degree. With `"sequence_parallel"` for a block, the activations between its
+    tensor-parallel submodules are sharded by tokens: `{**llm.tp_plan, "model.layers.*": "sequence_parallel"}`.
 
-    With `compile`, its layers are compiled by `torch.compile`, once for each kind of layer, with these arguments where
-    it is a dict (`{"mode": "max-autotune-no-cudagraphs"}`). Tensor-parallel layers, and those of pipelines that split
+    With `compile`, its layers are compiled with `torch.compile`, once for each kind of layer; a dict is passed on as
+    arguments (`{"mode": "max-autotune-no-cudagraphs"}`). Tensor-parallel layers, and those of pipelines that split
     backward in two, run uncompiled.
     """
     if not isinstance(nn_module, nn.Module):
@@ -156,26 +162,56 @@ def module(
             f"spindle.module({name!r}, ...): TorchScript modules ({type(scripted).__name__}) cannot be split into "
             "layers; register the module as it was before torch.jit.script or torch.jit.trace"
         )
+    if isinstance(nn_module, nn.DataParallel | nn.parallel.DistributedDataParallel):
+        raise WorkloadError(
+            f"spindle.module({name!r}, ...): {type(nn_module).__name__} synchronises gradients itself, which Spindle "
+            "does: register the module inside it, and leave out torch.distributed.init_process_group"
+        )
+    synchronised = next((path for path, part in nn_module.named_modules() if isinstance(part, nn.SyncBatchNorm)), None)
+    if synchronised is not None:
+        raise WorkloadError(
+            f"spindle.module({name!r}, ...): {synchronised or 'it'} is a SyncBatchNorm, which exchanges statistics "
+            "between ranks itself: leave out convert_sync_batchnorm, because Spindle normalises over the whole batch"
+        )
     if not name or "/" in name or "#" in name:
         raise WorkloadError(f"spindle.module({name!r}, ...): a name must not be empty or contain '/' or '#'")
     if tensor_parallel is not None:
         where = f"spindle.module({name!r}, tensor_parallel=...)"
-        resolve_styles(nn_module, tensor_parallel, where, strict=True)  # refuses what it does not know
+        # Raises an error for styles and paths that it does not know.
+        resolve_styles(nn_module, tensor_parallel, where, strict=True)
     options = {} if compile is True else dict(compile) if compile else None
     if options is not None:
         check_options(options, f"spindle.module({name!r}, compile=...)")
-    return ModuleHandle(name, nn_module, whole_batch, activation_checkpointing, split, tensor_parallel, options)
+    handle = ModuleHandle(name, nn_module, whole_batch, activation_checkpointing, split, tensor_parallel, options)
+    _registered.add(handle)
+    return handle
+
+
+_registered: WeakSet[ModuleHandle] = WeakSet()
+
+
+def all_registered() -> list[ModuleHandle]:
+    """All registered modules that are in use."""
+    return list(_registered)
+
+
+def registered(name: str) -> ModuleHandle | None:
+    """The module of this name. None if there is none, or if several are in use, for other Trainers."""
+    if sum(handle.name == name for handle in _registered) > 1:
+        gc.collect()  # handles and what uses them refer to each other
+    handles = [handle for handle in _registered if handle.name == name]
+    return handles[0] if len(handles) == 1 else None
 
 
 class Mean(NamedTuple):
-    """A loss as a total and a count; both are summed over all ranks before dividing."""
+    """A loss as total and count, which are both summed over all ranks before dividing."""
 
     total: Any
     count: Any
 
 
 def mean(total: Any, count: Any) -> Mean:
-    """A mean that can be split over ranks with different counts: over tokens with padding, for example."""
+    """A mean that can be split over ranks with different counts, for example over tokens with padding."""
     return Mean(total, count)
 
 
@@ -187,10 +223,10 @@ class TaskResult(NamedTuple):
 
 
 def result(loss: Any, **metrics: Any) -> TaskResult:
-    """A task's return value with metrics in addition to the loss: `spindle.result(loss, accuracy=...)`.
+    """Return metrics in addition to the loss: `return spindle.result(loss, accuracy=...)`.
 
-    A metric is a mean over the samples of the batch, a tensor with a value for each sample, or a pair `(total, count)`
-    of sums over samples or tokens. Totals and counts are added up over ranks and micro-steps, and in `evaluate` over
+    A metric is a mean over the samples of the batch, a tensor with one value per sample, or a pair `(total, count)` of
+    sums over samples or tokens. Totals and counts are summed over ranks and micro-steps, and in `evaluate` over
     batches, before dividing.
     """
     return TaskResult(loss, metrics)
@@ -198,9 +234,11 @@ def result(loss: Any, **metrics: Any) -> TaskResult:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TaskDefinition:
-    """A task's function with its batch size and weight; callable like the function. The weight may be a function of
-    the step; `tokens(batch)` counts what a batch has, for the rate that is shown and to weigh the batches of a step.
-    `items` are the entries of a batch with rows for each item: as many as another entry says, or one."""
+    """A task's function with its batch size and weight. It can be called like the function.
+
+    The weight may be a function of the step. `tokens(batch)` counts tokens, to report throughput and to weight the
+    batches of a step. `items` are the entries of a batch with rows per item: as many as another entry says, or one.
+    """
 
     name: str
     function: Callable[[Any], Any]
@@ -225,18 +263,25 @@ def task(
 ) -> Callable[[Callable[[Any], Any]], TaskDefinition]:
     """Turn a function from a batch to its loss into a task.
 
-    The loss is computed over the whole batch unless it is a `spindle.mean`, or `per_sample_mean` says that it is the
-    mean of a loss of each sample. `weight` is a number or a function of the step; `tokens(batch)` says how many tokens
-    a batch has, for the rate that is shown. If the loss is a `spindle.mean`, `tokens(batch)` must be its count: with
-    `gradient_accumulation_steps`, the loss of a step is then the total of its batches over their count.
+    The loss is computed over the whole batch, unless it is a `spindle.mean`, or `per_sample_mean` declares it to be the
+    mean of one loss per sample. `weight` is a number or a function of the step.
 
-    `items` names entries of a batch that have rows for each item (an image, a clip) instead of each sample: as many as
-    another entry says, or one. With `items={"patches": "lengths", "grid": 1}` item i has `lengths[i]` rows of
-    `patches` and one of `grid`. Calls that read items alone may run in parts, each with some of the items
+    `tokens(batch)` counts the tokens of a batch, to report throughput. If the loss is a `spindle.mean`, `tokens(batch)`
+    must be its count: with `gradient_accumulation_steps`, the loss of a step is then the total of its batches divided
+    by their count.
+
+    `items` names entries of a batch that have rows per item (an image, a clip) instead of per sample: as many as
+    another entry says, or one. With `items={"patches": "lengths", "grid": 1}`, item i has `lengths[i]` rows of
+    `patches` and one row of `grid`. Calls that read only items may run in parts, each with some of the items
     (`Planning(planner="colocate")`).
     """
     if batch_size < 1:
         raise WorkloadError(f"@spindle.task(batch_size={batch_size}): must be at least 1")
+    if not isinstance(items, Mapping | None):
+        raise WorkloadError(
+            f"@spindle.task(items={items!r}): expected a dict of entries of a batch, each with the entry that has the "
+            'rows of its items, or 1, such as items={"patches": "lengths", "grid": 1}'
+        )
     for entry, rows in (items or {}).items():
         if not isinstance(entry, str) or not (isinstance(rows, str) or rows == 1) or rows == entry:
             raise WorkloadError(

@@ -37,23 +37,27 @@ class TaskVariant:
 
 
 class TaskVariants:
-    """All variants seen so far, by task and key; the same on all ranks. A key is 48 bits."""
+    """All task variants seen so far, by task and key, the same on all ranks. A key has 48 bits."""
 
     def __init__(self, tasks: Sequence[TaskDefinition]) -> None:
         self._tasks = {task.name: task for task in tasks}
-        self._seen = dict(self._tasks)  # those that were trained before, too
+        self._seen = dict(self._tasks)  # tasks by name, including tasks that were trained before
         self._variants: dict[tuple[str, int], TaskVariant] = {}
-        self._names: dict[tuple[str, int], str] = {}  # random layers are seeded by them
-        self._keys: dict[tuple[str, int], int] = {}  # by task and signature
-        self._branching: dict[tuple[str, str], bool] = {}  # by task and form
+        self._names: dict[tuple[str, int], str] = {}  # names of variants, because random layers are seeded by them
+        self._keys: dict[tuple[str, int], int] = {}  # keys by task and signature
+        # By task and structure of the batch: whether the task branches on shapes.
+        self._branching: dict[tuple[str, str], bool] = {}
 
     def __iter__(self) -> Iterator[TaskVariant]:
         """The variants of the tasks that are trained now."""
         return (variant for variant in self._variants.values() if variant.task in self._tasks)
 
     def set_tasks(self, tasks: Sequence[TaskDefinition]) -> set[str]:
-        """Train these tasks from now on. Variants of a task that comes back are still known, unless its definition has
-        changed; returns the names of those that were dropped."""
+        """Train these tasks from now on.
+
+        Variants of a task that was trained before are still known, unless its definition has changed. Returns the names
+        of dropped variants.
+        """
         replaced = {task.name for task in tasks if self._seen.get(task.name, task) is not task}
         dropped = {variant.name for variant in self._variants.values() if variant.task in replaced}
         self._variants = {key: variant for key, variant in self._variants.items() if key[0] not in replaced}
@@ -70,7 +74,7 @@ class TaskVariants:
 
     @property
     def seen(self) -> list[str]:
-        """All tasks so far, also those that have ended."""
+        """All tasks seen so far, including tasks that have ended."""
         return list(self._seen)
 
     def get(self, task: str, key: int) -> TaskVariant | None:
@@ -79,18 +83,19 @@ class TaskVariants:
     def key_of(
         self, task: str, batch: Batch, recording: Callable[[], AbstractContextManager[None]] = nullcontext
     ) -> int:
-        """The key of the variant that a batch takes; 0 without samples. Batches of one shape take one variant.
+        """The key of the variant that a batch takes; 0 for a batch without samples.
 
-        Where the task has to be recorded for that, it is `recording` inside.
+        Batches of equal shapes take the same variant. If the task must be recorded to find out, this happens inside
+        `recording`.
         """
         if batch.num_rows == 0:
             return 0
-        if batch.held is not None:  # which only a task with one variant has
+        if batch.held is not None:  # only batches of a task with a single variant are read in parts
             return next(key for name, key in self._variants if name == task)
         variant_key = self._keys.get((task, batch.signature))
         if variant_key is None:
             form = form_of_batch(batch.nest)
-            decisions: tuple[bool, ...] = ()
+            decisions: tuple[int, ...] = ()
             if self._branching.get((task, form), True):
                 with recording():
                     decisions = record(replace(self._tasks[task], batch_size=batch.num_rows), batch.nest).decisions
@@ -99,7 +104,7 @@ class TaskVariants:
         return variant_key
 
     def add(self, task: str, key: int, batch: Batch) -> None:
-        """Add a variant, with the first batch that takes it."""
+        """Add a variant with the first batch that takes it."""
         count = sum(variant.task == task for variant in self._variants.values())
         if count == _MOST_VARIANTS:
             raise TrainingError(
@@ -118,11 +123,11 @@ class TaskVariants:
         return dict(self._names)
 
     def restore_names(self, names: Mapping[tuple[str, int], str]) -> None:
-        """Give variants the names that they had in an earlier run, when they are added."""
+        """Give variants, when they are added, the names that they had in an earlier run."""
         self._names = dict(names)
 
     def only(self, task: str) -> TaskVariant | None:
-        """The only variant of a task, if batches of all shapes seen so far take it."""
+        """The only variant of a task, if batches of all shapes seen so far take the same one."""
         variants = [variant for variant in self._variants.values() if variant.task == task]
         branches = any(branches_here for (name, _), branches_here in self._branching.items() if name == task)
         return variants[0] if len(variants) == 1 and not branches else None

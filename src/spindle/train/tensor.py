@@ -46,8 +46,9 @@ _TOLERANCES = {torch.float64: 1e-7, torch.float32: 1e-3}
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sharing:
-    """The result: the largest tensor degree of modules that may have more than one, why others may not, and by task,
-    call and kind of layer the bytes that are all-reduced per sample, and the share of activations that is split."""
+    """The result: the largest tensor degree of each module that may have more than one; the reasons why others may not;
+    and, by task, call and kind of layer, the bytes that are all-reduced per sample and the share of activations that is
+    split."""
 
     most: Mapping[str, int] = field(default_factory=dict)
     reasons: Mapping[str, str] = field(default_factory=dict)
@@ -55,11 +56,11 @@ class Sharing:
 
 
 class _NoShare(Exception):
-    """A layer cannot have this tensor degree; the message says why."""
+    """Raised if a layer cannot have this tensor degree; the message says why."""
 
 
 def styles_in(handles: Mapping[str, ModuleHandle]) -> list[StyledModule]:
-    """The styled parts of modules, from plans that users gave or that come with models."""
+    """The submodules with a tensor-parallel style, from plans that users gave or that come with models."""
     styled: dict[int, StyledModule] = {}
     for handle in handles.values():
         given = handle.tensor_parallel
@@ -70,7 +71,7 @@ def styles_in(handles: Mapping[str, ModuleHandle]) -> list[StyledModule]:
 
 
 def parts_of(parameters: Sequence[nn.Parameter], styled: Sequence[StyledModule]) -> tuple[StyledModule, ...]:
-    """Those of a layer with these parameters."""
+    """The styled submodules of a layer with these parameters."""
     own = {id(parameter) for parameter in parameters}
     return tuple(part for part in styled if any(id(each) in own for each in part.module.parameters()))
 
@@ -89,7 +90,7 @@ def find_sharing(tasks: Sequence[TracedTask], batches: Mapping[str, Any], *, has
         for task in tasks:
             rows = task.recorded.definition.batch_size
             few = cut(batches[task.name], task.batch_axes, rows, 0, min(rows, 2))
-            search.look(task, few, min(rows, 2), has_values)
+            search.try_task(task, few, min(rows, 2), has_values)
     most = {name: degree for name, degree in search.most.items() if degree > 1}
     return Sharing(most=most, reasons=search.reasons, costs=search.costs)
 
@@ -97,12 +98,12 @@ def find_sharing(tasks: Sequence[TracedTask], batches: Mapping[str, Any], *, has
 class _Search:
     def __init__(self, handles: Mapping[str, ModuleHandle], styled: Sequence[StyledModule]) -> None:
         self._styled = styled
-        self.most = dict.fromkeys(_related(handles, styled), MAX_TENSOR_DEGREE)
+        self.most = dict.fromkeys(_sharing_weights(handles, styled), MAX_TENSOR_DEGREE)
         self.reasons: dict[str, str] = {}
         self.costs: dict[tuple[str, str, str], tuple[float, float]] = {}
         self._tried: set[tuple[str, str]] = set()
 
-    def look(self, task: TracedTask, batch: Any, rows: int, has_values: bool) -> None:
+    def try_task(self, task: TracedTask, batch: Any, rows: int, has_values: bool) -> None:
         modules = {call.handle.name: call.handle.module for call in task.recorded.calls}
         parts = {
             id(layer): parts_of(layer.parameters, self._styled)
@@ -130,13 +131,13 @@ class _Search:
             for name in modules:
                 self._limit(name, 1, f"it cannot be tried out ({type(error).__name__}: {first_line(error)})")
 
-    def _walk(self, task: TracedTask, batch: Any, look: Callable[[Visit], None]) -> None:
+    def _walk(self, task: TracedTask, batch: Any, try_task: Callable[[Visit], None]) -> None:
         outputs: dict[str, Any] = {}
         for visit in walk(task.recorded, batch, outputs):
             name = visit.call.handle.name
             if self.most.get(name, 1) > 1:
                 try:
-                    look(visit)
+                    try_task(visit)
                 except _NoShare as error:
                     self._limit(name, 1, str(error))
             visit.values = as_leaves(_run(visit, visit.layer.run))
@@ -147,7 +148,7 @@ class _Search:
             self.reasons[name] = reason
 
     def _measure(self, task: TracedTask, visit: Visit, parts: Sequence[StyledModule], rows: int) -> None:
-        """Shapes alone: which degrees run, and what they send and keep."""
+        """Run the layer without values: which degrees work, and what they send and keep."""
         name, key = visit.call.handle.name, (task.name, visit.call.name, visit.layer.kind)
         if not parts or key in self.costs:
             return
@@ -172,11 +173,13 @@ class _Search:
                     raise _NoShare("its output then has a different shape")
             except Exception as error:
                 reason = str(error) if isinstance(error, _NoShare) else f"{type(error).__name__}: {first_line(error)}"
+                if any(hasattr(module, "base_layer") for module in visit.call.handle.module.modules()):
+                    reason = "it has adapters (PEFT), whose weights are not sharded"
                 self._limit(
                     name, degree // 2, f"{degree} devices cannot share one of its layers: {reason}{_hint(parts)}"
                 )
                 return
-            # Degree 2 shows which share of activations is split; higher degrees follow from it.
+            # Degree 2 shows which share of activations is split, and higher degrees follow from it.
             if degree == 2:
                 share = 2 * (1 - counts[0] / saved()) if saved() else 1.0
                 self.costs[key] = (rehearsal.sent_bytes / rows, min(1.0, max(0.0, round(share, 3))))
@@ -195,9 +198,11 @@ class _Search:
 
         def member(place: int) -> Any:
             with _shards(parts, 2, place) as shards, apply_styles(parts, rehearsal):
-                ours = _run(visit, visit.layer.run)
+                outputs = _run(visit, visit.layer.run)
                 rehearsal.is_backward = True
-                return _with_gradients(ours, inputs + [shards.get(id(parameter), parameter) for parameter in trained])
+                return _with_gradients(
+                    outputs, inputs + [shards.get(id(parameter), parameter) for parameter in trained]
+                )
 
         try:
             results = rehearsal.run(member)
@@ -205,20 +210,20 @@ class _Search:
             raise _NoShare(
                 f"it does not run on a tensor group ({type(error).__name__}: {first_line(error)})"
             ) from error
-        for place, (ours, our_gradients) in enumerate(results):
-            # A member has the gradients of its shards, and those of whole parameters and inputs as a whole.
+        for place, (outputs, own_gradients) in enumerate(results):
+            # A member has the gradients of its shards; its gradients of unsharded parameters and inputs are whole.
             expected = [
                 shard_of(gradient, dims[id(of)], 2, place) if gradient is not None and id(of) in dims else gradient
                 for gradient, of in zip(gradients, inputs + trained, strict=True)
             ]
-            if not _close(ours, values):
+            if not _close(outputs, values):
                 raise _NoShare(
                     "at tensor degree 2 one of its layers gives different results; a forward that uses its own "
                     "number of heads or width (self.num_heads) must derive them from its tensors (view(..., -1, "
                     "head_dim)), and "
                     f"every colwise part needs its rowwise one{_hint(parts)}"
                 )
-            if not _close(our_gradients, expected):
+            if not _close(own_gradients, expected):
                 raise _NoShare(
                     "at tensor degree 2 one of its layers gives different gradients; a part with weights "
                     "between a colwise and a rowwise one needs the style replicated_with_grad_allreduce"
@@ -230,15 +235,15 @@ def _hint(parts: Sequence[StyledModule]) -> str:
         return ""
     return (
         "; a sequence_parallel part must take first what is to be cut, as (rows, tokens, ...), give the same first, "
-        "and let tokens meet only in parts inside it that have colwise and rowwise ones"
+        "and let tokens interact only in parts inside it that have colwise and rowwise ones"
     )
 
 
-def _related(handles: Mapping[str, ModuleHandle], styled: Sequence[StyledModule]) -> list[str]:
-    """Modules that have a styled part, or share weights with one that does, directly or through others."""
+def _sharing_weights(handles: Mapping[str, ModuleHandle], styled: Sequence[StyledModule]) -> list[str]:
+    """Modules that have a styled submodule, or that share weights with such a module, directly or through others."""
     weights = {name: {id(parameter) for parameter in handle.module.parameters()} for name, handle in handles.items()}
     reached = {id(parameter) for part in styled for parameter in part.module.parameters()}
-    # Until nothing is added: a module that is tied to a split one spreads the degree to those that it is tied to.
+    # Repeat until nothing is added: a split module passes its degree on to all modules that it shares weights with.
     related: list[str] = []
     while True:
         more = [name for name in handles if name not in related and weights[name] & reached]
@@ -249,7 +254,7 @@ def _related(handles: Mapping[str, ModuleHandle], styled: Sequence[StyledModule]
 
 
 def _run(visit: Visit, run: Callable[..., Any]) -> Any:
-    """A layer on copies of its inputs, which it may write to, with the same random numbers each time."""
+    """Run a layer on copies of its inputs, which it may overwrite, with the same random numbers each time."""
     torch.manual_seed(_SEED)
     if visit.number:
         return run(*copied(visit.inputs))
@@ -260,7 +265,7 @@ def _run(visit: Visit, run: Callable[..., Any]) -> Any:
 
 @contextmanager
 def _shards(parts: Sequence[StyledModule], degree: int, place: int) -> Iterator[dict[int, nn.Parameter]]:
-    """A context in which split parameters are a member's shards; yields these by the id of the whole ones."""
+    """A context in which split parameters are a member's shards. Yields the shards by the id of the whole parameter."""
     shards: dict[int, nn.Parameter] = {}
     before: list[tuple[nn.Module, str, nn.Parameter]] = []
     for part in parts:
@@ -292,11 +297,11 @@ def _with_gradients(values: Any, wanted: Sequence[torch.Tensor]) -> tuple[list[A
     return [leaf.detach() for leaf in leaves if isinstance(leaf, torch.Tensor)], gradients
 
 
-def _close(ours: Sequence[Any], theirs: Sequence[Any]) -> bool:
-    """Equal up to the order of summation; some gradients are zero in exact arithmetic."""
+def _close(values: Sequence[Any], references: Sequence[Any]) -> bool:
+    """Whether two values are equal up to the order of summation. Some gradients are zero in exact arithmetic."""
     pairs = [
         (actual, expected)
-        for actual, expected in zip(ours, theirs, strict=True)
+        for actual, expected in zip(values, references, strict=True)
         if actual is not None or expected is not None
     ]
     if any(actual is None or expected is None or actual.shape != expected.shape for actual, expected in pairs):

@@ -17,15 +17,16 @@ from spindle.simulate import simulate
 from spindle.timeline import Timeline
 from spindle.train.result import FitResult
 
-_NUM_TIMELINES = 9  # that are kept
-_SLOW_STEPS = 50  # whose median tells how slow a rank is
-# Steps that are timed besides, so that idle time is known early.
+_NUM_TIMELINES = 9  # how many timelines are kept at most
+_STEPS_PER_TIMELINE = 8  # of a short fit
+_SLOW_STEPS = 50  # how many steps the median of a rank's slowness is taken over
+# extra steps that are timed, so that idle time is known early
 _EARLY_TIMED = frozenset(3 * 10**power for power in range(9))
 
 
 @dataclass(frozen=True, slots=True)
 class _PredictedCompute:
-    """The instructions of a program in which one rank computes and waits for no other, with their seconds by the
+    """The instructions of a program in which one rank computes without waiting for another, with their seconds by the
     curves."""
 
     program: Program
@@ -35,10 +36,9 @@ class _PredictedCompute:
 
 def _predicted_compute(program: Program, profile: Profile, rank: int) -> _PredictedCompute:
     plan, graph, setting = program.plan, profile.graph, setting_of(program.plan, profile)
-    position = {op.name: number for number, op in enumerate(graph.metaops)}
     slots, total_s = set(), 0.0
     for number, slot in enumerate(plan.slots):
-        op = position[slot.op]
+        op = graph.positions[slot.op]
         cost, curve = graph.metaops[op].cost, profile.curve(op, setting)
         if rank not in slot.devices or curve.tensor_degree > 1 or (cost is not None and cost.meets):
             continue
@@ -55,27 +55,28 @@ def _predicted_compute(program: Program, profile: Profile, rank: int) -> _Predic
 
 
 class StepTimes:
-    """The step times of one rank. The steps whose timelines are kept are the same on all ranks."""
+    """The step times of one rank. All ranks keep the timelines of the same steps."""
 
     def __init__(self, world: World) -> None:
         self._world = world
         self._step_s: list[float] = []
-        self._ends_s: list[float] = []  # since the fit began
+        self._ends_s: list[float] = []  # when this rank finished each step, since the fit began
         self._num_samples: list[int] = []
-        self._timelines: list[tuple[int, Watch, Program, Profile]] = []  # with their steps
-        self._held: tuple[HeldBytes, Program] | None = None  # memory, in a step that is not timed
-        self._num_steps = 0  # of the fit
-        self._watched: tuple[int, Watch] | None = None  # a timed step that a GPU may still be at
+        self._timelines: list[tuple[int, Watch, Program, Profile]] = []  # timelines with their steps
+        self._held: tuple[HeldBytes, Program] | None = None  # memory, read in a step that is not timed
+        self._num_planned = 0  # the number of steps that the fit was asked for
+        self._watched: tuple[int, Watch] | None = None  # a timed step that a GPU may not have finished
         self._sampled: frozenset[int] = frozenset()
-        self._predicted: _PredictedCompute | None = None  # of the last program
-        self._slowness: list[float] = []  # compute measured over predicted, step by step
-        self.busy_share = math.nan  # of the last timed step, in which this rank computed
+        self._predicted: _PredictedCompute | None = None  # for the last program
+        self._slowness: list[float] = []  # measured over predicted compute, step by step
+        self.busy_share = math.nan  # the share of the last timed step in which this rank computed
         self.changes_s: list[float] = []  # how long each change of the configuration took
 
     def start(self, steps: int) -> None:
-        """Choose the steps of a fit whose timelines are kept: a few in its second half; the first ones warm up."""
-        self._num_steps = steps
-        count = min(_NUM_TIMELINES, max(1, steps // 8))
+        """Choose the steps of a fit whose timelines are kept: a few in its second half, because the first steps warm
+        up."""
+        self._num_planned = steps
+        count = min(_NUM_TIMELINES, max(1, steps // _STEPS_PER_TIMELINE))
         self._sampled = frozenset(steps - 1 - (steps // 2) * number // count for number in range(count))
 
     def is_timed(self, step: int) -> bool:
@@ -93,9 +94,9 @@ class StepTimes:
             self._timelines.append((step, watch, program, profile))
 
     def wants_memory(self, step: int) -> bool:
-        """Whether memory is to be read in the step that is about to run: one of the second half under each plan, which
-        is not timed, because reading takes time."""
-        is_late = len(self._step_s) >= self._num_steps // 2
+        """Whether memory is to be read in the step that is about to run. Under each plan, one step of the second half
+        that is not timed, because reading memory takes time."""
+        is_late = len(self._step_s) >= self._num_planned // 2
         return is_late and self._held is None and not self.is_timed(step)
 
     def keep_memory(self, watch: Watch, program: Program) -> None:
@@ -104,8 +105,8 @@ class StepTimes:
             self._held = watch.held, program
 
     def compare_compute(self, watch: Watch, program: Program, profile: Profile) -> None:
-        """Compare the compute of a step that has just run with its prediction, for whoever watches ranks. Not on a GPU,
-        where only some steps are timed."""
+        """Compare the compute of the step that has just run with its prediction, for the process that watches the
+        ranks. Not on a GPU, where only some steps are timed."""
         if self._world.device.type == "cuda":
             return
         if self._predicted is None or self._predicted.program is not program:
@@ -124,7 +125,7 @@ class StepTimes:
 
     @property
     def num_steps(self) -> int:
-        """The steps that have run."""
+        """The number of steps that have run."""
         return len(self._step_s)
 
     def end_s(self, number: int) -> float:
@@ -136,7 +137,7 @@ class StepTimes:
         return self._step_s[-1] if self._step_s else None
 
     def read_busy_share(self, last_done: int) -> None:
-        """Read the last timed step, if a GPU has finished it: it has finished all steps before `last_done`."""
+        """Read the last timed step, if a GPU has finished it. The GPU has finished all steps before `last_done`."""
         if self._watched is not None and self._watched[0] < last_done:
             self.busy_share, self._watched = self._watched[1].busy_share(), None
 
@@ -156,8 +157,8 @@ class StepTimes:
         notices: Sequence[str],
         peak_bytes: int,
     ) -> FitResult:
-        """The result of a fit: `program` and `profile` are those of the current plan, for a fit without timelines. The
-        measured timeline is rank 0's, of a typical step."""
+        """The result of a fit. `program` and `profile` are those of the current plan, used if the fit has no timelines.
+        The measured timeline is that of a typical step, on rank 0."""
         world = self._world
         oversubscribed = min(profile.host_rates, default=1.0) < 1
         spans = world.gather_objects([watch.spans() for _, watch, _, _ in self._timelines])
@@ -166,7 +167,7 @@ class StepTimes:
         measured = None
         measured_steps: dict[int, Timeline] = {}
         sampled_s: tuple[tuple[float, float], ...] = ()
-        # The step that is compared must be of the program it is shown with: steps of a pipeline have one each.
+        # In a pipeline, each step has its own program, so the compared step must be one of the program that is shown.
         if self._timelines:
             _, _, program, profile = self._timelines[-1]
         if world.rank == 0 and self._timelines:
@@ -184,6 +185,7 @@ class StepTimes:
                     zip(*spans, strict=True), self._timelines, strict=True
                 )
             ]
+            # The typical step is the median one.
             by_time = sorted(timelines, key=lambda entry: entry[0].makespan_ns)
             measured, program, profile = by_time[len(by_time) // 2]
             measured_steps = {
@@ -199,7 +201,7 @@ class StepTimes:
             rank=world.rank,
             losses=tuple(losses),
             metrics=tuple(metrics),
-            step_s=self._until_last_rank(),
+            step_s=self._step_times_of_job(),
             num_samples=tuple(self._num_samples),
             plan=program.plan,
             program=program,
@@ -214,9 +216,9 @@ class StepTimes:
             oversubscribed=oversubscribed,
         )
 
-    def _until_last_rank(self) -> tuple[float, ...]:
-        """Times of steps until the last rank finished them. A rank with little to do may be a step or two ahead, so its
-        own times are not those of the job."""
+    def _step_times_of_job(self) -> tuple[float, ...]:
+        """The times of steps until the last rank finished them. A rank with little work may be a step or two ahead, so
+        its own times are not those of the job."""
         ends = self._world.broadcast_object(self._world.gather_objects(self._ends_s))
         last = [0.0, *(max(rank) for rank in zip(*ends, strict=True))]
         return tuple(end - begin for begin, end in pairwise(last))

@@ -37,7 +37,7 @@ from spindle.models import (
     zero_weights,
     zeros_like,
 )
-from spindle.run import Axes, axes_of, cut, fingerprint_of, pytree_meta
+from spindle.run import Axes, axes_of, cut, fingerprint_of, has_uneven_rows, pytree_meta
 from spindle.train.items import has_items, item_entries
 from spindle.train.record import RecordedCall, RecordedTask, with_whole_loss
 from spindle.train.task import TaskDefinition
@@ -58,7 +58,8 @@ class TracedLayer:
     saved_bytes: int
     axes: Axes
     writes_input: bool
-    mixes: bool  # its output does not grow with the rows, or an intermediate tensor has an entry for each pair of rows
+    # Whether its output does not grow with the rows, or an intermediate tensor has an entry for each pair of rows.
+    mixes: bool
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -66,8 +67,10 @@ class TracedTask:
     recorded: RecordedTask
     batch_axes: Axes
     layers: Mapping[str, tuple[TracedLayer, ...]]  # by call
-    loss_bytes: int  # of what the loss takes
-    whole_only: str = ""  # why the task does not run on part of a batch
+    loss_bytes: int  # of the inputs of the loss
+    whole_only: str = ""  # why the task does not run on part of a batch; empty if it does
+    # Calls whose outputs have different numbers of rows for different samples. What reads them needs the whole batch.
+    uneven: frozenset[str] = frozenset()
 
     @property
     def name(self) -> str:
@@ -75,8 +78,8 @@ class TracedTask:
 
 
 def batch_axes(definition: TaskDefinition, batch_size: int, batch: Any) -> Axes:
-    """The row axis of each leaf of a task's batch: the first dimension where it has the batch's size, but for entries
-    with rows for each item."""
+    """The row axis of each leaf of a task's batch: the first dimension if it has the batch's size. None for entries
+    with rows per item."""
     definition_name, entries = definition.name, item_entries(definition)
     leaves = tree_flatten_with_path(batch)[0]
     axes: Axes = tuple(
@@ -98,17 +101,22 @@ def batch_axes(definition: TaskDefinition, batch_size: int, batch: Any) -> Axes:
 
 
 def describe_batch(batch: Any) -> str:
-    """Where a batch has tensors, and of which shapes."""
+    """The paths and shapes of the tensors of a batch, as text."""
     entries = [
         f"{keystr(path) or 'the batch'} {tuple(leaf.shape)}" if isinstance(leaf, torch.Tensor) else ""
         for path, leaf in tree_flatten_with_path(batch)[0]
     ]
     shown = [entry for entry in entries if entry]
-    return ", ".join(shown[:8]) if shown else f"no tensor at all ({type(batch).__name__})"
+    if shown:
+        return ", ".join(shown[:8])
+    if not isinstance(batch, Mapping):
+        return f"no tensor at all ({type(batch).__name__})"
+    kinds = ", ".join(f"{name!r} {type(entry).__name__}" for name, entry in batch.items())
+    return f"no tensor at all ({kinds})"
 
 
 def _without_rows(batch: Any, axes: Axes) -> list[str]:
-    """The tensors of a batch whose first dimension is not its samples."""
+    """The tensors of a batch whose first dimension is not the batch size."""
     leaves = zip(tree_flatten_with_path(batch)[0], axes, strict=True)
     return [
         keystr(path) for (path, leaf), axis in leaves if axis is None and isinstance(leaf, torch.Tensor) and leaf.dim()
@@ -117,19 +125,19 @@ def _without_rows(batch: Any, axes: Axes) -> list[str]:
 
 @dataclass(slots=True)
 class Visit:
-    """A layer about to run: call `run()` once; its values are passed to the next layer."""
+    """A layer that is about to run. Call `run()` once; its values are passed on to the next layer."""
 
     call: RecordedCall
     number: int
     layer: ChainLayer
-    inputs: Any  # what it reads: the batch and other calls' outputs for the first layer of a call
+    inputs: Any  # the layer's inputs; for the first layer of a call, the batch and the outputs of other calls
     run: Callable[[], tuple[Any, ...]]
     values: tuple[Any, ...] | None = None
 
 
 def walk(recorded: RecordedTask, batch: Any, outputs: dict[str, Any]) -> Iterator[Visit]:
-    """Visit a task's layers in order. The caller runs each and leaves its values in the visit; `outputs` collects the
-    outputs of calls."""
+    """Visit a task's layers in order. The caller runs each layer and leaves its values in the visit. `outputs` collects
+    the outputs of calls."""
     for call in recorded.calls:
         sources = [outputs[source] for source in call.sources]
         values: tuple[Any, ...] | None = None
@@ -147,11 +155,7 @@ def walk(recorded: RecordedTask, batch: Any, outputs: dict[str, Any]) -> Iterato
                     return layer.run(*values)
 
                 visit = Visit(call, number, layer, values, go_on)
-            try:
-                yield visit
-            except Exception as error:
-                error.add_note(f"in task {recorded.definition.name!r}, layer {number} of {call.name}")
-                raise
+            yield visit
             values = visit.values
             assert values is not None
         assert values is not None
@@ -160,8 +164,8 @@ def walk(recorded: RecordedTask, batch: Any, outputs: dict[str, Any]) -> Iterato
 
 @contextmanager
 def unchanged(modules: Iterable[torch.nn.Module]) -> Iterator[None]:
-    """Attributes and buffers of modules (caches, running statistics) and random state are put back. Parameters, of
-    which there is no copy, must not change."""
+    """A context after which attributes and buffers of modules (caches, running statistics) and the random state are
+    restored. Parameters are not copied, and must not change."""
     modules = list(modules)
     devices = [torch.cuda.current_device()] if torch.cuda.is_available() else []
     snapshot, before = ModuleSnapshot(modules), list(map(_parameters_digest, modules))
@@ -184,7 +188,7 @@ def _parameters_digest(module: torch.nn.Module) -> int:
 
 
 def trace(recorded: RecordedTask, batch: Any) -> TracedTask:
-    """Run a task on fake tensors of its batch's shapes. Modules and random state are restored afterwards."""
+    """Trace a task on fake tensors with the shapes of its batch. Modules and random state are restored afterwards."""
     with unchanged(call.handle.module for call in recorded.calls):
         return _trace(recorded, batch)
 
@@ -193,7 +197,7 @@ def _trace(recorded: RecordedTask, batch: Any) -> TracedTask:
     definition = recorded.definition
     rows = definition.batch_size
     axes = batch_axes(definition, rows, batch)
-    # The whole batch, then the batch without its last row: what differs between the two runs grows with the batch.
+    # Run the whole batch, then the batch without its last row: what differs between the runs grows with the batch.
     large, used, loss_shapes = _layers(recorded, batch)
     small: dict[str, list[_Run]] = {}
     couples = True
@@ -205,29 +209,32 @@ def _trace(recorded: RecordedTask, batch: Any) -> TracedTask:
             small, _, fewer_shapes = _layers(recorded, cut(batch, axes, rows, 0, rows - 1))
             couples = not loss_shapes or any(map(_pairs_rows, fewer_shapes, loss_shapes))
         except GuardError as error:
-            if any(call.handle.module is error.module for call in recorded.calls):  # it may still run as a whole
+            # The task may still run on whole batches.
+            if any(call.handle.module is error.module for call in recorded.calls):
                 raise
             whole_only = "its code between towers depends on the number of samples"
-        except Exception as error:  # the user's code, on fewer rows than it may expect
+        except Exception as error:  # the user's code may fail on fewer rows than it expects
             whole_only = f"it does not run on part of a batch ({type(error).__name__}: {first_line(error)})"
             if unaligned := _without_rows(batch, axes):
                 whole_only += (
                     f"; {', '.join(unaligned)} of the batch has no row for each sample: "
                     "spindle.packed(values, lengths) declares how many of its rows belong to each"
                 )
-    if recorded.whole_loss is not None and (whole_only or couples):
+    is_declared = any(call.handle.composite and call.handle.composite.whole_batch for call in recorded.calls)
+    if recorded.whole_loss is not None and (whole_only or couples or is_declared):
         recorded = with_whole_loss(recorded)
     layers: dict[str, tuple[TracedLayer, ...]] = {}
+    uneven = {call for call, runs in large.items() if call in small and _is_uneven(small[call][-1], runs[-1], rows)}
     for call, runs in large.items():
         traced = []
         for number, run in enumerate(runs):
             output_axes: Axes = (None,) * len(tree_leaves(run.values))
             mixes, saved_bytes = False, run.saved_bytes
             if call in small:
-                # Only what grows with the batch: saved views of weights are not activations.
+                # only what grows with the batch: saved views of weights are not activations
                 saved_bytes = rows * max(0, saved_bytes - small[call][number].saved_bytes)
                 output_axes, mixes = axes_of(small[call][number].values, rows - 1, run.values, rows)
-                # If lengths differ, code that reads values behaved differently.
+                # if the lengths differ, code that reads values took another path
                 if len(run.shapes) == len(small[call][number].shapes):
                     mixes |= any(map(_pairs_rows, small[call][number].shapes, run.shapes))
             traced.append(
@@ -244,20 +251,29 @@ def _trace(recorded: RecordedTask, batch: Any) -> TracedTask:
             )
         layers[call] = tuple(traced)
     return TracedTask(
-        recorded=recorded, batch_axes=axes, layers=layers, loss_bytes=_num_bytes(used), whole_only=whole_only
+        recorded=recorded,
+        batch_axes=axes,
+        layers=layers,
+        loss_bytes=_num_bytes(used),
+        whole_only=whole_only,
+        uneven=frozenset(uneven),
     )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Run:
     values: Any
-    shapes: list[torch.Size]  # of all that was computed, in order
+    shapes: list[torch.Size]  # of everything that was computed, in order
     flops: int
     input_bytes: int
     saved_bytes: int
     writes_input: bool
     trains: bool
     passes_gradient: bool
+
+
+def _is_uneven(small: _Run, large: _Run, rows: int) -> bool:
+    return has_uneven_rows(small.values, rows - 1, large.values, rows)
 
 
 _Runs = tuple[dict[str, list[_Run]], list[Any], list[torch.Size]]
@@ -278,8 +294,8 @@ def _layers(recorded: RecordedTask, batch: Any) -> _Runs:
                 f"are on meta): {first_line(error)}. If its code reads values, measure it where its weights fit "
                 "(spindle profile), and plan from that profile"
             ) from error
-        # Fake tensors do not support everything, and fail with many kinds of errors. If the code is wrong, real tensors
-        # give a better error.
+        # Fake tensors do not support everything, and fail with many kinds of errors. If the code itself is wrong, real
+        # tensors give a better error.
         return _run_layers(recorded, batch)
 
 
@@ -300,12 +316,12 @@ def _fake(mode: FakeTensorMode, leaf: Any) -> Any:
 
 
 def _run_layers(recorded: RecordedTask, batch: Any, known: dict[Any, _Run] | None = None) -> _Runs:
-    """Like `_layers`. Layers that compute the same as a `known` one are not run again, which requires tensors without
+    """Like `_layers`. A layer that computes the same as a `known` one is not run again; this requires tensors without
     values."""
     runs: dict[str, list[_Run]] = {}
     outputs: dict[str, Any] = {}
     for visit in walk(recorded, batch, outputs):
-        key = _likeness(visit) if known is not None else None
+        key = _computation_key(visit) if known is not None else None
         if known is not None and key in known:
             visit.values = known[key].values
             runs.setdefault(visit.call.name, []).append(known[key])
@@ -314,7 +330,7 @@ def _run_layers(recorded: RecordedTask, batch: Any, known: dict[Any, _Run] | Non
         versions = [leaf._version for leaf in before]
         passes_gradient = any(leaf.requires_grad for leaf in before)
         with (
-            _Noting() as noted,
+            _ShapesAndFlops() as noted,
             counted_saved_bytes() as saved_bytes,
             named_call(visit.call.line, visit.call.handle.name),
         ):
@@ -338,19 +354,19 @@ def _run_layers(recorded: RecordedTask, batch: Any, known: dict[Any, _Run] | Non
 
 
 def _loss_shapes(recorded: RecordedTask, batch: Any, used: list[Any]) -> list[torch.Size]:
-    """Shapes in a loss that was found inside a module. For replayed code, which may behave differently for other
-    numbers of samples, only those of the logits."""
+    """The shapes in a loss that was found inside a module. For replayed code, which may behave differently for other
+    numbers of samples, only the shapes of the logits."""
     if recorded.whole_loss is None:
         return []
-    losses, noted = CrossEntropies(), _Noting()
+    losses, noted = CrossEntropies(), _ShapesAndFlops()
     with losses, noted:
         recorded.loss(batch, *used)
     return losses.shapes or noted.shapes
 
 
 def _run_layers_without_weights(recorded: RecordedTask, batch: Any) -> _Runs:
-    """Like `_layers`, for tasks whose code reads values of the batch, and whose modules have no weights: layers run on
-    fake tensors, and code that reads values runs on zeros."""
+    """Like `_layers`, for tasks whose code reads values of the batch while modules have no weights: layers run on fake
+    tensors, and code that reads values runs on zeros."""
     runs: dict[str, list[_Run]] = {}
     outputs: dict[str, Any] = {}
     for call in recorded.calls:
@@ -361,15 +377,15 @@ def _run_layers_without_weights(recorded: RecordedTask, batch: Any) -> _Runs:
         for layer in call.chain.layers:
             trains = any(parameter.requires_grad for parameter in layer.parameters)
             fakes = tree_map(lambda leaf, mode=mode: fake_like(mode, leaf), (args, kwargs))
-            noted = _Noting()
+            noted = _ShapesAndFlops()
             try:
                 with weights, mode, as_when_compiling(), noted, counted_saved_bytes() as saved_bytes:
                     values = layer.run(*fakes[0], **fakes[1])
                 given = zip(tree_leaves(fakes), tree_leaves((args, kwargs)), strict=True)
-                passed = {id(fake): leaf for fake, leaf in given}  # leaves that it returns as they are
+                passed = {id(fake): leaf for fake, leaf in given}  # leaves that the code returns unchanged
                 values = tree_map(lambda leaf, passed=passed: passed.get(id(leaf), zeros_like(leaf)), values)
             except (*_NEEDS_VALUES, RuntimeError):
-                module, noted = call.handle.module, _Noting()
+                module, noted = call.handle.module, _ShapesAndFlops()
                 parts = zero_outputs(call.chain.parts)
                 with torch.no_grad(), zero_weights(module, device_of(batch)), noted, parts:
                     values = layer.run(*args, **kwargs)
@@ -392,8 +408,8 @@ def _run_layers_without_weights(recorded: RecordedTask, batch: Any) -> _Runs:
         return runs, used, _loss_shapes(recorded, batch, used)
 
 
-def _likeness(visit: Visit) -> Any:
-    """A key that is equal for layers that compute the same on inputs of the same form; None if that is unknown."""
+def _computation_key(visit: Visit) -> Any:
+    """A key that is equal for layers that compute the same on inputs of the same structure; None if that is unknown."""
     if visit.number == 0 or not visit.layer.settings:
         return None
     trained = tuple(parameter.requires_grad for parameter in visit.layer.parameters)
@@ -401,9 +417,11 @@ def _likeness(visit: Visit) -> Any:
     return visit.layer.settings, trained, repr(form.spec), repr(form.leaves)
 
 
-class _Noting(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Notes the shapes of whatever is computed inside, and counts FLOPs as torch's own `FlopCounterMode` does. That one
-    also tracks every call of every module, which takes longer than everything else here."""
+class _ShapesAndFlops(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Records the shapes of everything that is computed inside, and counts FLOPs.
+
+    torch's own `FlopCounterMode` also tracks every call of every module, which takes longer than everything else here.
+    """
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -426,14 +444,16 @@ class _Noting(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 def _pairs_rows(small: torch.Size, large: torch.Size) -> bool:
-    """Whether a tensor grows with the batch in two dimensions: it compares every row with every other."""
+    """Whether a tensor grows with the batch in two dimensions, because it compares every row with every other."""
     return len(small) == len(large) and sum(length != longer for length, longer in zip(small, large, strict=True)) > 1
 
 
 @contextmanager
 def counted_saved_bytes() -> Iterator[Callable[[], int]]:
-    """A context that counts the bytes that autograd saves for backward, each storage once, without parameters. The
-    graph itself saves nothing: a tensor in a hook of the graph that made it would never be freed."""
+    """A context that counts the bytes that autograd saves for backward: each storage once, without parameters.
+
+    The graph itself saves nothing, because a tensor in a hook of the graph that made it would never be freed.
+    """
     saved: dict[int, torch.UntypedStorage] = {}
 
     def pack(tensor: torch.Tensor) -> None:
@@ -460,5 +480,5 @@ def _num_bytes(nest: Any) -> int:
 
 
 def first_line(error: BaseException) -> str:
-    """The first line of an error's text, for a sentence about it."""
+    """The first line of an error's text, to be quoted in a sentence."""
     return (str(error).splitlines() or [""])[0][:200]

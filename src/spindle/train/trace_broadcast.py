@@ -23,8 +23,8 @@ from spindle.train.trace import TracedLayer, TracedTask
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _ChainMessage:
-    """A module's chain as bytes; without them, why every rank has to record the module itself, and the kinds that
-    rank 0 has for the layers."""
+    """A module's chain as bytes. Without bytes: why every rank has to record the module itself, and rank 0's kinds of
+    layers."""
 
     module: str
     data: bytes | None
@@ -34,13 +34,14 @@ class _ChainMessage:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _TaskMessage:
-    """What rank 0 traced of a task; `chains` are positions of its calls' chains in the message."""
+    """What rank 0 has traced of a task. `chains` are the positions of its calls' chains in the message."""
 
     chains: tuple[int, ...]
     batch_axes: Axes
     layers: Mapping[str, tuple[TracedLayer, ...]]
     loss_bytes: int
     whole_only: str
+    uneven: frozenset[str]
     splits_loss: bool
 
 
@@ -50,7 +51,7 @@ _Message = tuple[list[_ChainMessage], list[_TaskMessage]]
 def trace_on_rank_0(
     tasks: Sequence[RecordedTask], examples: Mapping[str, Any], world: World, notify: Callable[[str], None]
 ) -> list[TracedTask]:
-    """Trace recorded tasks, the same on all ranks, on rank 0 for all ranks."""
+    """Trace recorded tasks on rank 0, and give all ranks the result."""
     if world.size == 1:
         return trace_recorded(tasks, examples)
     traced: list[TracedTask] = []
@@ -90,6 +91,7 @@ def _message_of(traced: Sequence[TracedTask]) -> _Message:
             layers=task.layers,
             loss_bytes=task.loss_bytes,
             whole_only=task.whole_only,
+            uneven=task.uneven,
             splits_loss=task.recorded.is_mean or task.recorded.is_sum,
         )
         for task in traced
@@ -104,7 +106,7 @@ def _rebuild(
     messages: Sequence[_TaskMessage],
     world: World,
 ) -> list[TracedTask]:
-    """The tasks as rank 0 traced them, over this rank's modules."""
+    """The tasks as rank 0 has traced them, over this rank's modules."""
     if any(chain.data is None for chain in chains):
         tasks = cut_all(tasks, examples)
     built: dict[int, Chain] = {}
@@ -124,6 +126,7 @@ def _rebuild(
                 layers=message.layers,
                 loss_bytes=message.loss_bytes,
                 whole_only=message.whole_only,
+                uneven=message.uneven,
             )
         )
     for call in reversed([call for task in traced for call in task.recorded.calls]):
@@ -133,7 +136,7 @@ def _rebuild(
 
 def _chain(call: RecordedCall, message: _ChainMessage, world: World) -> Chain:
     module, name = call.handle.module, call.handle.name
-    if message.data is None:  # recorded here; that the layers are rank 0's is compared later
+    if message.data is None:  # recorded by this rank; whether its layers are those of rank 0 is compared later
         kinds = (
             message.kinds
             if len(message.kinds) == len(call.chain.layers)
@@ -143,7 +146,7 @@ def _chain(call: RecordedCall, message: _ChainMessage, world: World) -> Chain:
         return replace(call.chain, layers=tuple(layers))
     try:
         return build_chain(module, load_source(module, message.data, world.device))
-    except Exception as error:  # imports by name may fail here
+    except Exception as error:  # importing what the chain refers to may fail on this rank
         raise TrainingError(
             f"rank {world.rank} cannot rebuild the layers of module {name!r} that rank 0 recorded "
             f"({type(error).__name__}: {error}); import what the module uses on all ranks, or register it with "

@@ -15,7 +15,7 @@ from spindle.errors import WorkloadError
 
 
 class GradientTracer(fx.Tracer):
-    """Records the effect of `torch.no_grad()`: what is computed under it gets no gradient. Other contexts that change
+    """Records the effect of `torch.no_grad()`: results computed under it get no gradient. Other contexts that change
     what code computes are refused."""
 
     def __init__(self) -> None:
@@ -45,7 +45,7 @@ class GradientTracer(fx.Tracer):
 
 @contextmanager
 def _recorded_whole() -> Iterator[None]:
-    """A context in which some functions are recorded as one call instead of being traced into: custom autograd
+    """A context in which some functions are recorded as a single call instead of being traced into: custom autograd
     functions, which have their own backward, and functions that create a tensor of a given size."""
     inner = torch.autograd.Function.__dict__["apply"]
     makers = {name: getattr(torch, name) for name in ("ones", "zeros", "full", "empty", "rand", "randn", "eye")}
@@ -59,6 +59,7 @@ def _recorded_whole() -> Iterator[None]:
             return cls.apply(*args, **kwargs)
 
         applied.__name__ = applied.__qualname__ = f"apply_{cls.__name__}"
+        applied.__module__ = cls.__module__
         return proxy.tracer.create_proxy("call_function", applied, args, kwargs)
 
     def making(make: Callable[..., Any]) -> Callable[..., Any]:

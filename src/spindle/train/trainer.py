@@ -1,25 +1,27 @@
-"""The Trainer: plans once, then runs the plan step after step. Every rank runs the same script."""
+"""The Trainer: makes a plan, then runs it step after step. Every rank runs the same script."""
 
 from __future__ import annotations
 
 import math
+import operator
 from collections.abc import Collection, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, SupportsIndex
 
 import torch
 
 from spindle.errors import TrainingError, WorkloadError
 from spindle.launch import WorkloadCapture, active_capture, is_debugging
+from spindle.launch.activity import HUNG_ON_STEP_S
 from spindle.plan import Plan
 from spindle.profile import Profile
 from spindle.report import STEPS
 from spindle.run import World, join_world
 from spindle.train.agreement import compare
-from spindle.train.callbacks import Callback, EvaluationRecord, OnStep
+from spindle.train.callbacks import Callback, EvaluationRecord, OnStep, check_callbacks
 from spindle.train.config import Checkpoints, MakePlan, Planning, TrainConfig
 from spindle.train.evaluation import evaluate, state_dict, whole_weights
 from spindle.train.feeds import make_feed, make_feeds, shared_random_state
@@ -30,37 +32,49 @@ from spindle.train.resume import resume
 from spindle.train.sampling import SamplingWeight, check_sampling_weights
 from spindle.train.session import TrainSession
 from spindle.train.state import TrainState, restore_state, take_state
+from spindle.train.sweep import Trial, loaders_of_trials
 from spindle.train.task import TaskDefinition
 from spindle.train.writers import JSONLines
 
+# In a fit, ranks call methods in `on_step` of the same step, one perhaps later than others, but before it counts as
+# hung.
+_LONE_CALL_S = 0.9 * HUNG_ON_STEP_S
+
 
 class Trainer:
-    """Trains several tasks in one step on all processes of the job.
+    """Trains several tasks in one step, on all processes of the job.
 
-    `optimizer` is called on each rank with the names (`module.path`) and parameters that it holds, and returns a torch
-    optimizer of them, with any parameter groups; `lr_scheduler` is called with that optimizer, and stepped after it.
-    With several ranks both are called once before that with all parameters on `meta`, to check that ranks agree.
+    `optimizer` is called on each rank with the names (`module.path`) and parameters that this rank holds. It returns a
+    torch optimizer of them, with any parameter groups. `lr_scheduler` is called with that optimizer, and stepped after
+    it. With several ranks, both are first called once with all parameters on `meta`, to check that ranks agree.
 
-    A step averages the gradients of `gradient_accumulation_steps` batches of each task, and clips them by their global
-    norm to `max_grad_norm`. Layers and losses run under `torch.autocast` with this dtype; with torch.float16, losses
-    are scaled as by torch's GradScaler, with the settings of `grad_scaler` if given. With `sampling_weights`, a step
-    has `tasks_per_step` of the tasks, drawn by these weights, which may be functions of the step.
+    A step averages the gradients of `gradient_accumulation_steps` batches of each task, and clips them to a global norm
+    of `max_grad_norm`. Layers and losses run under `torch.autocast` with the dtype `autocast`. With torch.float16,
+    losses are scaled as by torch's GradScaler, with the settings of `grad_scaler` if one is given. With
+    `sampling_weights`, a step has `tasks_per_step` of the tasks, drawn by these weights, which may be functions of the
+    step.
+
+    Instead of tasks, `tasks` may be trials (see `spindle.Trial`): a sweep, in which each trial has an optimizer of its
+    own and all of them read the same batches.
 
     `planning` configures how steps are planned (see `spindle.Planning`). With `checkpoints`, the state is saved
     regularly, and a restarted script resumes from it (see `spindle.Checkpoints`). `seed` seeds random layers, data
-    order and planner. On a GPU, steps whose batches have the same shapes are captured as CUDA graphs and
-    replayed (`cuda_graphs`): the same numbers, without the side effects of Python code in a module. `callbacks` are
-    told of plans, steps, evaluations and the end of fits (see `spindle.Callback`). `ema` is the decay of an exponential
-    moving average of the weights, for `evaluate(ema=True)` and `state_dict(ema=True)`. With `run_folder`, rank 0 writes
-    there what `spindle report` shows: workload, profile, plan, program, a line for each step, and timelines of the
-    predicted step and some measured ones; and every rank a trace of torch.profiler of each of `profiler_steps`.
+    order and planner. `callbacks` are called with plans, steps, evaluations and results (see `spindle.Callback`). `ema`
+    is the decay of an exponential moving average of the weights, for `evaluate(ema=True)` and `state_dict(ema=True)`.
+
+    On a GPU, steps whose batches have the same shapes are captured as CUDA graphs and replayed (`cuda_graphs`). The
+    numbers are the same, but side effects of Python code in a module do not happen in replays.
+
+    With `run_folder`, rank 0 writes what `spindle report` shows: workload, profile, plan, program, a line per step, and
+    timelines of the predicted step and of some measured ones. In addition, every rank writes a torch.profiler trace of
+    each of the `profiler_steps`.
     """
 
     def __init__(
         self,
-        tasks: Sequence[TaskDefinition],
+        tasks: Sequence[TaskDefinition] | Sequence[Trial],
         *,
-        optimizer: MakeOptimizer,
+        optimizer: MakeOptimizer | None = None,
         lr_scheduler: MakeLRScheduler | None = None,
         max_grad_norm: float | None = None,
         gradient_accumulation_steps: int = 1,
@@ -78,10 +92,20 @@ class Trainer:
         run_folder: Path | str | None = None,
         profiler_steps: Collection[int] = (),
     ) -> None:
+        if isinstance(tasks, TaskDefinition | Trial):
+            raise TrainingError("spindle.Trainer(...): expected a list of tasks, spindle.Trainer([task], ...)")
+        check_callbacks(callbacks)
         if run_folder is not None:
             callbacks = (*callbacks, JSONLines(Path(run_folder) / STEPS))
+        trials = tuple(trial for trial in tasks if isinstance(trial, Trial))
+        if trials and len(trials) < len(tasks):
+            raise TrainingError(
+                "spindle.Trainer([...]): expected either tasks or spindle.Trial(task, optimizer), got both; give each "
+                "task an optimizer of its own, or the Trainer one for all"
+            )
         config = TrainConfig(
-            tasks=tuple(tasks),
+            tasks=tuple(task.task if isinstance(task, Trial) else task for task in tasks),
+            trials=trials,
             optimizer=optimizer,
             lr_scheduler=lr_scheduler,
             max_grad_norm=max_grad_norm,
@@ -105,7 +129,7 @@ class Trainer:
         self.world: World = join_world()
         self.notices: list[str] = []
         self._loop: Loop | None = None  # while there is a fit
-        self._has_new_modules = True  # weights may differ between ranks
+        self._has_new_modules = True  # whether weights may differ between ranks
         self._session = TrainSession(config, self.world, self.notices, active_capture())
         for callback in callbacks:
             callback.trainer = self
@@ -125,19 +149,22 @@ class Trainer:
         return self._session.profiled.profile if self._session.profiled else None
 
     def state_dict(self, *, ema: bool = False) -> dict[str, torch.Tensor]:
-        """Weights and buffers of all modules, `module.path` by name, the same on every rank. With `ema`, the averages
-        of the weights.
+        """The weights and buffers of all modules by name (`module.path`), the same on every rank; with `ema`, the
+        averages of the weights.
 
-        They load into plain PyTorch: `nn.ModuleDict({"vision": vision.module, ...}).load_state_dict(...)`. During a fit
-        (in its `on_step`, on all ranks) they are copies, as of the last step that was started.
+        They load into plain PyTorch: `nn.ModuleDict({"vision": vision.module, ...}).load_state_dict(...)`. During a
+        fit, call this in `on_step` on all ranks; it then returns copies, as of the last step that was started.
         """
+        self._session.callbacks.refuse_collective("state_dict")
+        if self._loop is not None:
+            self._rendezvous("state_dict")
         with self._whole_weights(ema):
             state = state_dict(self._session)
             return state if self._loop is None else {name: value.clone() for name, value in state.items()}
 
     def train_state(self) -> TrainState:
         """The state of the training without its weights: step, data positions, random numbers, learning-rate schedule,
-        sampling and optimizer. All ranks must call it, between fits or in a fit's `on_step`."""
+        sampling and optimizer. All ranks must call it, between fits or in `on_step`."""
         session, loop = self._session, self._loop
         if loop is None:
             return take_state(session, session.step, session.num_batches, {})
@@ -146,15 +173,17 @@ class Trainer:
         return take_state(session, loop.next_step, {**session.num_batches, **num_batches}, loaders)
 
     def load_train_state(self, state: TrainState) -> None:
-        """Continue from a state with the next fit, as the training that it was taken from would. Load weights into the
-        modules first, at least on rank 0. A Trainer that has already trained raises an error."""
+        """Continue from a saved state with the next fit, with the same results as the training that it was taken from.
+
+        Load weights into the modules first, at least on rank 0. Raises an error if this Trainer has already trained.
+        """
         self._compare_call("load_train_state")
         restore_state(self._session, state)
         self._session.step = state.step
 
     def fit(
         self,
-        loaders: Mapping[str, Any],
+        loaders: Any,
         *,
         steps: int,
         drop_last: bool = True,
@@ -163,18 +192,24 @@ class Trainer:
     ) -> FitResult:
         """Train for `steps` steps. Afterwards the user's own modules hold the trained weights.
 
-        `loaders` has for each task an iterable of batches, the same on every rank, or a map-style dataset, of which
-        each rank reads the samples that it needs, in an order given by the seed (where the dataset has a method
-        `get_fields(number, names)`, it is asked for just the fields that a rank needs). `on_step(step, losses)` is
-        called on every rank as losses become known, one or two steps late: a shorthand for a callback of this fit with
-        an `on_step`. If modules were frozen, unfrozen or switched since the last fit, steps are planned anew. With
-        `Trainer(checkpoints=...)`, `steps` includes those that an earlier run has done; `on_step` is not called for
+        `loaders` has, for each task, an iterable of batches that is the same on every rank; or a map-style dataset, of
+        which each rank reads the samples that it needs, in an order given by the seed. If the dataset has a method
+        `get_fields(number, names)`, it is asked only for the fields that a rank needs. In a sweep, `loaders` is the one
+        loader of all trials.
+
+        `on_step(step, losses)` is called on every rank when the losses of a step are known, one or two steps later. It
+        is short for a callback with an `on_step`, for this fit only.
+
+        If modules were frozen, unfrozen or switched since the last fit, a new plan is made. With
+        `Trainer(checkpoints=...)`, `steps` includes steps that an earlier run has done; `on_step` is not called for
         them, and they are not in the result.
         """
-        if steps < 1:
-            raise TrainingError(f"fit(steps={steps}): must be at least 1")
+        if not isinstance(steps, SupportsIndex) or operator.index(steps) < 1:  # an integer of numpy is one, too
+            raise TrainingError(f"fit(steps={steps}): must be a whole number, at least 1")
+        steps = operator.index(steps)
         self._compare_call("fit")
         self._refuse_scattered_weights()
+        loaders = self._by_task(loaders, "fit")
         callbacks = self._session.callbacks
         callbacks.start_fit(on_step)
         try:
@@ -191,6 +226,8 @@ class Trainer:
     def _fit(self, loaders: Mapping[str, Any], steps: int, drop_last: bool) -> FitResult:
         session = self._session
         session.fit_steps = steps
+        if session.run_folder is not None and session.capture is None:
+            session.run_folder.make()
         result = resume(session, loaders, steps)
         if result is not None:  # all of its steps are in a checkpoint
             return result
@@ -210,39 +247,40 @@ class Trainer:
             self._loop = None
             if session.runtime is not None:
                 session.runtime.steps.close()
-            for feed in feeds.values():  # including tasks that have joined
+            for feed in feeds.values():  # including tasks that were added
                 feed.close()
 
     def stop(self) -> None:
-        """End the current fit early, from its `on_step`: on all ranks, once the next step is done, even if only some
-        ranks call it. Its result has the steps that ran."""
+        """End the current fit early: on all ranks, after the next step, even if only some ranks call this. Call it in
+        `on_step`. The result has the steps that have run."""
         if self._loop is None:
             raise TrainingError("stop(): there is no fit to end; call it in fit(on_step=...)")
         self._loop.stop()
 
     def save(self) -> None:
-        """Save a checkpoint after the next step, from a fit's `on_step`: on all ranks, even if only some call it."""
+        """Save a checkpoint after the next step: on all ranks, even if only some ranks call this. Call it in
+        `on_step`."""
         if self._loop is None or self._session.saver is None:
             raise TrainingError(
                 "save(): call it in fit(on_step=...), with Trainer(checkpoints=spindle.Checkpoints(...))"
             )
         self._session.saver.is_requested = True
 
-    def step_lr_scheduler(self, metric: float) -> None:
-        """Step a `ReduceLROnPlateau` with a metric, such as a loss of `evaluate`: on all ranks, in a fit's `on_step` or
-        between fits."""
+    def step_lr_scheduler(self, metric: float, *, trial: str = "") -> None:
+        """Step a `ReduceLROnPlateau` with a metric, such as a loss from `evaluate`. Call it on all ranks, in `on_step`
+        or between fits. In a sweep, it steps the scheduler of `trial`."""
         self._session.callbacks.refuse_collective("step_lr_scheduler")
-        compare(self.world, {"the metric of step_lr_scheduler(...)": repr(float(metric))})
+        self._rendezvous("step_lr_scheduler")
+        compare(self.world, {"the metric of step_lr_scheduler(...)": f"{float(metric)!r} {trial}"})
         if self._session.update is None:
             raise TrainingError("step_lr_scheduler(): there is no learning-rate scheduler before the first step")
-        self._session.update.step_scheduler(metric)
+        self._session.update.step_scheduler(metric, trial)
 
-    def prepare(self, loaders: Mapping[str, Any], *, progress: bool = True) -> Profile:
-        """Record the tasks and measure their layers, as the first `fit` would, without training.
-
-        The first batch of each loader is read.
-        """
+    def prepare(self, loaders: Any, *, progress: bool = True) -> Profile:
+        """Record the tasks and measure their layers, as the first `fit` would, without training. Reads the first batch
+        of each loader."""
         self._compare_call("prepare")
+        loaders = self._by_task(loaders, "prepare")
         with self._session.showing_progress(progress):
             return self._session.trace_and_profile(make_feeds(self._session, loaders, drop_last=True)).profile
 
@@ -254,11 +292,11 @@ class Trainer:
         tensor_parallel_degrees: Mapping[str, int] | None = None,
         keep_optimizer: bool = True,
     ) -> None:
-        """Use a new plan in the next `fit`: a given one, another planner's, or one with other tensor-parallel degrees.
-        The optimizer's state is kept unless `keep_optimizer=False`.
+        """Use a new plan in the next `fit`: a given one, one by another planner, or one with other tensor-parallel
+        degrees.
 
-        Called during a fit (in its `on_step`, on all ranks), it gives the next step a new plan: call it after modules
-        were frozen or unfrozen there.
+        The optimizer's state is kept unless `keep_optimizer=False`. During a fit, call this in `on_step` on all ranks:
+        the next step then has a new plan. Do so after freezing or unfreezing modules there.
         """
         config = self._config_to_change("replan")
         planning = replace(config.planning, plan=plan)
@@ -271,11 +309,16 @@ class Trainer:
         self._change("replan", replace(config, planning=planning), keep_optimizer=keep_optimizer)
 
     def remove_task(self, name: str) -> None:
-        """End a task: from the next step on, if this is called during a fit (in its `on_step`, on all ranks), else from
-        the next fit on. The other tasks are planned anew. Modules that no task uses any more keep their weights."""
+        """End a task, or a trial of a sweep.
+
+        During a fit (in `on_step`, on all ranks), the task ends before the next step; otherwise before the next fit. A
+        new plan is made for the other tasks. Modules that no task uses any more keep their weights.
+        """
         call = f"remove_task({name!r})"
         config = self._config_to_change(call)
         remaining = tuple(task for task in config.tasks if task.name != name)
+        if len(remaining) == len(config.tasks) and any(trial.name == name for trial in config.trials):
+            return  # it has already ended, perhaps because its loss was not finite
         if len(remaining) == len(config.tasks):
             raise TrainingError(f"{call}: there is no such task (tasks: {', '.join(config.task_names)})")
         if not remaining:
@@ -288,11 +331,14 @@ class Trainer:
     def add_task(
         self, task: TaskDefinition, loader: Any = None, *, sampling_weight: SamplingWeight | None = None
     ) -> None:
-        """Add a task, or one that was removed: from the next fit on, or, during a fit (in its `on_step`, on all ranks),
-        in which it needs its loader, from the next step but one on. `sampling_weight` requires `sampling_weights`.
+        """Add a task, or a task that was removed.
 
-        A task that this Trainer has trained before is planned at once; a new one is measured first.
+        During a fit (in `on_step`, on all ranks), it needs its loader and joins the step after the next one; otherwise
+        it joins the next fit. `sampling_weight` requires `sampling_weights`. A task that this Trainer has trained
+        before is planned at once; a new one is measured first.
         """
+        if self._session.config.is_sweep:
+            raise TrainingError("add_task(...): the trials of a sweep begin together; give all of them to the Trainer")
         if not isinstance(task, TaskDefinition):
             raise WorkloadError(f"add_task({task!r}): expected a task; write @spindle.task(batch_size=...) above it")
         call = f"add_task({task.name!r})"
@@ -310,14 +356,18 @@ class Trainer:
         config = replace(config, tasks=(*config.tasks, task), sampling_weights=weights)
         self._change(call, config, {task.name: loader})
 
-    def evaluate(self, loaders: Mapping[str, Any], *, steps: int | None = None, ema: bool = False) -> dict[str, float]:
-        """The mean loss of each task that has a loader here, over one epoch of it or `steps` of its batches; and its
-        metrics (`spindle.result`), as `task/name`.
+    def evaluate(self, loaders: Any, *, steps: int | None = None, ema: bool = False) -> dict[str, float]:
+        """The mean loss of each task that has a loader here, and its metrics (`spindle.result`) as `task/name`.
 
-        Modules are in evaluation mode meanwhile. A `spindle.mean` is total over count of all batches; other losses are
-        averaged over batches, each weighted by its number of samples. During a fit (in its `on_step`, on all ranks) the
-        weights are those after the last step that was started. With `ema`, averages of the weights are evaluated.
+        Evaluates one epoch of each loader, or `steps` batches of it, with modules in evaluation mode. In a sweep, one
+        loader may stand for those of all trials. A `spindle.mean` is total over count of all batches; other losses are
+        averaged over batches, weighted by their numbers of samples.
+
+        During a fit (in `on_step`, on all ranks), the weights are those after the last step that was started. With
+        `ema`, averages of the weights are evaluated.
         """
+        if self._session.config.is_sweep and not isinstance(loaders, Mapping):
+            loaders = dict.fromkeys(self._session.config.task_names, loaders)
         if isinstance(self._session.capture, WorkloadCapture):  # modules have no weights to evaluate
             return dict.fromkeys(loaders, math.nan)
         self._compare_call("evaluate")
@@ -337,8 +387,20 @@ class Trainer:
         self._session.callbacks.call("on_evaluate", record)
         return means
 
+    def _by_task(self, loaders: Any, call: str) -> dict[str, Any]:
+        """The loaders by task. In a sweep, all trials have the same one."""
+        config = self._session.config
+        if config.is_sweep:
+            return loaders_of_trials(config.task_names, loaders, f"{call}(...)")
+        if not isinstance(loaders, Mapping):
+            raise TrainingError(
+                f"{call}({type(loaders).__name__}): expected a loader for each task, "
+                f"{call}({{{config.task_names[0]!r}: loader}}, ...)"
+            )
+        return dict(loaders)
+
     def _config_to_change(self, call: str) -> TrainConfig:
-        """The configuration that a call changes: that of the next step, or of the next fit."""
+        """The configuration that a call changes: that of the next step, or that of the next fit."""
         if self._loop is not None:
             return self._loop.next_config
         self._compare_call(call)
@@ -347,7 +409,7 @@ class Trainer:
     def _change(
         self, call: str, config: TrainConfig, loaders: Mapping[str, Any] | None = None, *, keep_optimizer: bool = True
     ) -> None:
-        """Train by this configuration from the next step or fit on."""
+        """Train with this configuration from the next step or fit on."""
         if self._loop is None:
             self._session.set_config(config, keep_optimizer=keep_optimizer)
         else:
@@ -368,6 +430,12 @@ class Trainer:
             )
 
     def _compare_call(self, call: str) -> None:
-        """Check that all ranks call the same method of the Trainer, before anything in it communicates."""
+        """Check that all ranks call the same method of the Trainer, before it communicates."""
         self._session.callbacks.refuse_collective(call)
+        self._rendezvous(call)
         compare(self.world, {"the Trainer method called": call})
+
+    def _rendezvous(self, call: str) -> None:
+        """Wait for the other ranks. Between fits, they may take as long as they want."""
+        limit_s = None if self._loop is None else _LONE_CALL_S
+        self.world.rendezvous(f"Trainer.{call}", self._session.notify, limit_s)

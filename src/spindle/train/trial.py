@@ -18,20 +18,20 @@ _MOVED = "how far it moved"
 
 
 def why_not_sharded(make: MakeOptimizer, named: Sequence[Named]) -> str | None:
-    """Why parts of parameters cannot be updated by themselves; None where they can.
+    """Why parts of parameters cannot be updated separately; None if they can.
 
-    The optimizer is tried on small parameters under the user's names, whole and in two parts. What it does to large
-    ones only (8-bit states, in blocks) is not detected.
+    The optimizer is tried on small parameters under the user's names, whole and in two parts. Anything that it does
+    only to large parameters (8-bit states, in blocks) is not detected.
     """
     generator = torch.Generator().manual_seed(0)
-    drawn: dict[str, list[torch.Tensor]] = {}  # a value and gradients
+    drawn: dict[str, list[torch.Tensor]] = {}  # an initial value, and gradients
     for name, parameter in named:
         shape = [min(size, _TRIED_SIZE) for size in parameter.shape]
         values = torch.randn((1 + _TRIED_STEPS, *shape), generator=generator, dtype=torch.float64)
         drawn[name] = list(values.to(parameter.device))
     parts: dict[str, list[tuple[Slice, dict[str, Any]]]] = {}
     try:
-        whole = _tried(make, drawn)
+        whole = _updates_and_state(make, drawn)
         for half in range(2):
             halves = {name: _half(tuple(values[0].shape), half) for name, values in drawn.items()}
             values_of_halves = {
@@ -39,12 +39,12 @@ def why_not_sharded(make: MakeOptimizer, named: Sequence[Named]) -> str | None:
                 for name, values in drawn.items()
                 if halves[name].num_elements
             }
-            for name, state in _tried(make, values_of_halves).items():
+            for name, state in _updates_and_state(make, values_of_halves).items():
                 parts.setdefault(name, []).append((halves[name], state))
     except Exception as error:
         return f"trying that out failed: {(str(error).splitlines() or [type(error).__name__])[0]}"
     for name, some in parts.items():
-        joined = _joined(some)
+        joined = _concatenated_state(some)
         if joined.keys() != whole[name].keys() or not all(_agree(joined[key], whole[name][key]) for key in joined):
             return f"it does not update each element of {name} by itself"
     return None
@@ -55,8 +55,9 @@ def _half(shape: tuple[int, ...], half: int) -> Slice:
     return Slice(Slice.whole(shape).box, size * half // 2, size * (half + 1) // 2)
 
 
-def _joined(parts: Sequence[tuple[Slice, Mapping[str, Any]]]) -> dict[str, Any]:
-    """The state of a parameter from those of its slices, in order: tensors of their shapes are joined."""
+def _concatenated_state(parts: Sequence[tuple[Slice, Mapping[str, Any]]]) -> dict[str, Any]:
+    """The state of a parameter from the states of its slices, in order. Tensors with the shapes of the slices are
+    concatenated."""
     joined = dict(parts[0][1])
     for key in joined:
         values = [state.get(key) for _, state in parts]
@@ -70,8 +71,8 @@ def _joined(parts: Sequence[tuple[Slice, Mapping[str, Any]]]) -> dict[str, Any]:
     return joined
 
 
-def _tried(make: MakeOptimizer, drawn: Mapping[str, Sequence[torch.Tensor]]) -> dict[str, dict[str, Any]]:
-    """How far parameters moved in some steps, and what the optimizer keeps for them."""
+def _updates_and_state(make: MakeOptimizer, drawn: Mapping[str, Sequence[torch.Tensor]]) -> dict[str, dict[str, Any]]:
+    """How far parameters have moved after some steps, and what the optimizer keeps for them."""
     named = [(name, nn.Parameter(values[0].clone())) for name, values in drawn.items()]
     optimizer = optimizer_of(make, named)
     if optimizer is None:

@@ -12,8 +12,8 @@ from spindle.profile import Profile
 
 
 def flops_per_sample(graph: MetaGraph) -> dict[str, float]:
-    """FLOPs of a sample's forward and backward pass by task, without recomputation; only of tasks where they are
-    known."""
+    """Task → FLOPs of one sample's forward and backward pass, without recomputation; only for tasks with known
+    FLOPs."""
     flops: dict[str, float] = {}
     unknown = {op.task for op in graph.metaops if op.cost is None}
     for op in graph.metaops:
@@ -24,8 +24,8 @@ def flops_per_sample(graph: MetaGraph) -> dict[str, float]:
 
 
 def peak_flops(profile: Profile) -> float | None:
-    """Dense 16-bit FLOP/s of all devices; None where the data sheet of a device is not among the presets. Virtual
-    devices share the peak of their GPU."""
+    """Dense 16-bit FLOP/s of all devices. None if a device is not among the presets. Virtual devices share the peak of
+    their GPU."""
     total = 0.0
     for island in profile.cluster.islands:
         peak = _peak_of(island.kind.name)

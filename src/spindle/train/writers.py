@@ -30,17 +30,18 @@ _FIELDS = (
     "idle",
     "peak_bytes",
 )
-MAX_PENDING_METRICS = 1000  # how many steps MLflow may be behind before a step waits for it
+MAX_PENDING_METRICS = 1000  # how many steps MLflow may lag behind before a step waits for it
 
 
 def step_scalars(record: StepRecord) -> dict[str, float]:
-    """The numbers of a step by tag; those that are not known are left out."""
+    """The numbers of a step by tag, without those that are not known."""
     scalars = {
         "loss": record.loss,
         **{f"losses/{task}": loss for task, loss in record.losses.items()},
         **record.metrics,
     }
     scalars |= {f"lr/{group}": rate for group, rate in record.learning_rates.items()}
+    scalars |= {f"grad_norm/{trial}": norm for trial, norm in record.grad_norms.items()}
     scalars |= {name: getattr(record, name) for name in _FIELDS if getattr(record, name) is not None}
     return scalars
 
@@ -51,7 +52,7 @@ def evaluation_scalars(record: EvaluationRecord) -> dict[str, float]:
 
 
 class Writer(Callback):
-    """Abstract: writes every `every`-th step, and all evaluations and plans, on rank 0."""
+    """Abstract base class of callbacks that write every `every`-th step, and all evaluations and plans, on rank 0."""
 
     rank_0_only = True
 
@@ -82,11 +83,12 @@ class Writer(Callback):
         """Write that a plan was made before this step or a later one."""
 
     def flush(self) -> None:
-        """Write what is still in memory; more may come, with the next fit."""
+        """Write what is still in memory. The next fit may bring more."""
 
 
 class JSONLines(Writer):
-    """Appends a line to a file for every record: `time` in seconds since the epoch, `step`, and its numbers."""
+    """Appends one line to a file for every record, with `time` in seconds since the epoch, `step`, and the numbers of
+    the record."""
 
     def __init__(self, path: Path | str, *, every: int = 1) -> None:
         super().__init__(every)
@@ -104,7 +106,7 @@ class JSONLines(Writer):
             self._path.parent.mkdir(parents=True, exist_ok=True)
             self._file = self._path.open("a", encoding="utf-8")
         self._file.write(json.dumps({"time": round(time.time(), 3), **entry}) + "\n")
-        self._file.flush()  # a job that is killed keeps its lines
+        self._file.flush()  # so that a job that is killed keeps its lines
 
     def flush(self) -> None:
         if self._file is not None:
@@ -132,7 +134,7 @@ class TensorBoard(Writer):
     def write(self, step: int, scalars: Mapping[str, float]) -> None:
         from tensorboard.compat.proto.summary_pb2 import Summary
 
-        # All numbers in one event: `SummaryWriter.add_scalar` makes one of each.
+        # all numbers in one event, whereas `SummaryWriter.add_scalar` makes an event of each
         values = [Summary.Value(tag=tag, simple_value=value) for tag, value in scalars.items()]
         self._add(step, Summary(value=values))
 
@@ -153,8 +155,8 @@ class TensorBoard(Writer):
 
 
 class WeightsAndBiases(Writer):
-    """Logs to a Weights & Biases run: `wandb.init(**options)` makes it with the first record, on rank 0. A run that the
-    script has made itself is used instead."""
+    """Logs to a Weights & Biases run, on rank 0: to a run that the script has started, or to one that
+    `wandb.init(**options)` starts with the first record."""
 
     def __init__(self, *, every: int = 1, **options: Any) -> None:
         super().__init__(every)
@@ -167,7 +169,7 @@ class WeightsAndBiases(Writer):
 
         if self._run is None:
             self._run = wandb.run if wandb.run is not None else wandb.init(**self._options)
-            # Evaluations come with the number of a step that may be logged already.
+            # evaluations have the number of a step that may be logged already
             self._run.define_metric("trainer/step")
             self._run.define_metric("*", step_metric="trainer/step")
         return self._run
@@ -180,36 +182,37 @@ class WeightsAndBiases(Writer):
 
 
 class MLflow(Writer):
-    """Logs to an MLflow run: `mlflow.start_run(**options)` makes it with the first record, on rank 0. A run that is
-    active is used instead."""
+    """Logs to an MLflow run, on rank 0: to the active run, or to one that `mlflow.start_run(**options)` starts with the
+    first record."""
 
     def __init__(self, *, every: int = 1, **options: Any) -> None:
         super().__init__(every)
         _require("mlflow", "MLflow", "mlflow")
         self._options, self._run_id = options, ""
-        self._pending: deque[Any] = deque()  # metrics that are sent in the background, by several threads, in any order
+        self._client: Any = None
+        self._pending: deque[Any] = deque()  # metrics are sent in the background, by several threads, in any order
 
-    def _current_run_id(self) -> str:
+    def _start(self) -> None:
         import mlflow
 
-        if not self._run_id:
+        if self._client is None:
             run = mlflow.active_run() or mlflow.start_run(**self._options)
-            self._run_id = run.info.run_id
-        return self._run_id
+            self._client, self._run_id = mlflow.MlflowClient(), run.info.run_id
 
     def write(self, step: int, scalars: Mapping[str, float]) -> None:
-        import mlflow
+        from mlflow.entities import Metric
 
-        run_id = self._current_run_id()
-        self._pending.append(mlflow.log_metrics(dict(scalars), step=step, run_id=run_id, synchronous=False))
+        self._start()
+        # Not `mlflow.log_metrics`: it first reads the run with all its metrics, while earlier ones are being written.
+        now_ms = round(1e3 * time.time())
+        metrics = [Metric(tag, value, now_ms, step) for tag, value in scalars.items()]
+        self._pending.append(self._client.log_batch(self._run_id, metrics, synchronous=False))
         if len(self._pending) > MAX_PENDING_METRICS:
             self._pending.popleft().wait()
 
     def write_plan(self, step: int, plan: Plan) -> None:
-        import mlflow
-
-        self._current_run_id()
-        mlflow.set_tag("plan", repr(plan))
+        self._start()
+        self._client.set_tag(self._run_id, "plan", repr(plan))
 
     def flush(self) -> None:
         while self._pending:

@@ -20,6 +20,8 @@ from spindle.workload.batches import (
 )
 from spindle.workload.file import read_workload, write_workload
 from spindle.workload.workload import (
+    GIVEN_PLAN,
+    OWN_FUNCTION,
     Call,
     Layer,
     LayerCost,
@@ -33,7 +35,9 @@ from spindle.workload.workload import (
 
 __all__ = [
     "FILLED",
+    "GIVEN_PLAN",
     "LANGUAGE",
+    "OWN_FUNCTION",
     "VIDEO",
     "VISION",
     "Call",

@@ -21,7 +21,7 @@ from spindle.artifact import from_json, json_value, read_text_file
 from spindle.errors import InputError, WorkloadError
 
 VISION, LANGUAGE, VIDEO = "vision", "language", "video"
-# Of a sample in a file, and of all its samples; more is surely a mistake.
+# Limits of each sample in a file, and of the text of all its samples together; more is surely a mistake.
 _MAX_IMAGES, _MAX_TOKENS, _MAX_PIXELS, _MAX_TOTAL_TOKENS = 10**6, 10**9, 1 << 16, 10**10
 
 
@@ -146,10 +146,10 @@ _EXAMPLE = '{"text_tokens": 812, "images": 3}'
 class Packing:
     """How samples become microbatches.
 
-    The limits and the frame rate are from the DIP paper (§5). An image of 728 pixels has 52·52 = 2704 patches of 14
-    pixels, and 4·4 patches become one of 169 tokens of the language model. The rest is ours: latents of a clip are 8
-    times smaller in each direction and 4 times shorter, in patches of 2 (so a token is 16 pixels and 4 frames), at 256
-    pixels unless the clip says otherwise; text is padded to a multiple of `pad_tokens`.
+    The limits and the frame rate are from the DIP paper (§5). An image of 728 x 728 pixels has 52 x 52 = 2704 patches
+    of 14 x 14 pixels; 4 x 4 patches become one token of the language model, which makes 169 tokens. Our assumptions:
+    the latents of a clip have an 8th of its width and height and a 4th of its frames, and are cut into patches of
+    2 x 2, so that a token stands for 16 x 16 pixels of 4 frames; text is padded to a multiple of `pad_tokens`.
     """
 
     max_tokens: int = 8192
@@ -277,14 +277,14 @@ def even_parts(total: int, count: int) -> list[int]:
     return [smallest + 1] * num_larger + [smallest] * (count - num_larger)
 
 
-def split_evenly(instances: tuple[int, ...], most: int | None) -> tuple[tuple[int, ...], ...]:
-    """Split instances into the fewest parts of at most `most`, of even size, larger parts first (DIP §4.1: 26 images
-    with a limit of 12 are 9, 9 and 8). Without a limit, all are in one part."""
-    if most is not None and most < 1:
-        raise WorkloadError(f"a sub-microbatch needs at least one instance, got a limit of {most}")
+def split_evenly(instances: tuple[int, ...], max_size: int | None) -> tuple[tuple[int, ...], ...]:
+    """Split instances into the fewest parts of at most `max_size` instances, of even size, larger parts first (DIP
+    §4.1: 26 images with a limit of 12 are 9, 9 and 8). Without a limit, all are in one part."""
+    if max_size is not None and max_size < 1:
+        raise WorkloadError(f"a sub-microbatch needs at least one instance, got a limit of {max_size}")
     if not instances:
         return ()
-    count = 1 if most is None else -(-len(instances) // most)
+    count = 1 if max_size is None else -(-len(instances) // max_size)
     parts, start = [], 0
     for size in even_parts(len(instances), count):
         parts.append(instances[start : start + size])
@@ -293,17 +293,20 @@ def split_evenly(instances: tuple[int, ...], most: int | None) -> tuple[tuple[in
 
 
 def items_in_parts(lengths: Sequence[int], part_tokens: int) -> tuple[tuple[int, ...], ...]:
-    """Numbers of items, grouped into parts of about so many tokens: an item that is longer is a part of its own, the
-    others share parts, longest first to the shortest part. Parts are in the order of their first items."""
+    """Group the numbers of items into parts of about `part_tokens` tokens.
+
+    An item of at least that length is a part of its own; the others, longest first, each go to the part with the fewest
+    tokens. Parts are ordered by their first items.
+    """
     if part_tokens < 1:
         raise WorkloadError(f"a part needs at least one token, got part_tokens={part_tokens}")
     whole = [(item,) for item, length in enumerate(lengths) if length >= part_tokens]
-    rest = [item for item, length in enumerate(lengths) if length < part_tokens]
-    count = -(-sum(lengths[item] for item in rest) // part_tokens)
+    short = [item for item, length in enumerate(lengths) if length < part_tokens]
+    count = -(-sum(lengths[item] for item in short) // part_tokens)
     shared: list[list[int]] = [[] for _ in range(count)]
     total = [0] * count
-    for item in sorted(rest, key=lambda item: (-lengths[item], item)):
-        place = min(range(count), key=lambda place: (total[place], place))
-        shared[place].append(item)
-        total[place] += lengths[item]
+    for item in sorted(short, key=lambda item: (-lengths[item], item)):
+        part = min(range(count), key=lambda part: (total[part], part))
+        shared[part].append(item)
+        total[part] += lengths[item]
     return tuple(sorted([*whole, *(tuple(sorted(items)) for items in shared)]))

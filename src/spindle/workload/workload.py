@@ -13,11 +13,14 @@ from dataclasses import dataclass, field
 
 from spindle.errors import WorkloadError
 
+# What a script may plan with instead of a planner with a name: `Workload.planner`.
+OWN_FUNCTION, GIVEN_PLAN = "a function", "a given plan"
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Parameter:
-    """One weight tensor. If it is not `trainable` it has no gradient and no optimizer state; if it is not `is_split`,
-    every member of a tensor group holds all of it."""
+    """One weight tensor. If not `trainable`, it has no gradient and no optimizer state; if not `is_split`, every member
+    of a tensor group holds all of it."""
 
     name: str
     num_elements: int
@@ -53,13 +56,12 @@ class Module:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModuleRemark:
-    """Why a module is divided less than others, as text: why it is one layer, why one device must have its whole batch,
-    and why a module with towers is not opened into them. No plan depends on it."""
+    """Why a module cannot be divided further, as text for reports; no plan depends on it."""
 
     module: str
-    one_layer: str = ""
-    one_device: str = ""
-    closed: str = ""
+    one_layer: str = ""  # why it is a single layer
+    one_device: str = ""  # why one device must see its whole batch
+    closed: str = ""  # why its towers are not modules of their own
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -79,11 +81,15 @@ class LayerCost:
     recompute: bool = False  # the user asked for activation checkpointing
     input_bytes: float | None = None  # saved with recomputation; None: as much as `output_bytes`
     sequence_parallel: bool = False  # members of a tensor group each have a shard of what crosses cuts
+    state: str = ""  # what each call changes (running statistics): calls with the same state run in order on one device
 
     def __post_init__(self) -> None:
         for name in ("forward_flops", "backward_flops", "traffic_bytes", "saved_bytes", "output_bytes", "tensor_bytes"):
-            if not getattr(self, name) >= 0:
-                raise WorkloadError(f"{name} must be a number of at least 0, got {getattr(self, name)}")
+            value = getattr(self, name)
+            if not value >= 0:
+                raise WorkloadError(f"{name} must be a number of at least 0, got {value}")
+            # Not the int that was given: a fingerprint must be that of the workload read back from a file.
+            object.__setattr__(self, name, float(value))
         if not 0 <= self.tensor_share <= 1:
             raise WorkloadError(f"tensor_share must lie in [0, 1], got {self.tensor_share}")
         if self.max_tensor_degree < 1:
@@ -109,11 +115,15 @@ class LayerCost:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Call:
-    """One call of a module by a task; `costs` has one entry for each kind of layer of the module."""
+    """One call of a module by a task; `costs` has one entry for each kind of layer of the module.
+
+    `same_as` names an equal call of an earlier task (`task/call`): this one takes its output instead of computing it.
+    """
 
     name: str
     module: str
     costs: tuple[tuple[str, LayerCost], ...]
+    same_as: str = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -156,15 +166,22 @@ class Workload:
     parameters: tuple[Parameter, ...]
     tasks: tuple[Task, ...]
     numerics: Numerics = Numerics()
-    tensor_degrees: tuple[tuple[str, int], ...] = ()  # by module, where the user gave them; planners choose the others
+    tensor_degrees: tuple[tuple[str, int], ...] = ()  # by module, as the user gave them; planners choose the others
     remarks: tuple[ModuleRemark, ...] = field(default=(), compare=False)
-    num_steps: int | None = field(default=None, compare=False)  # of the first fit of a script
+    num_steps: int | None = field(default=None, compare=False)  # steps of a script's first `fit`
+    planner: str = field(default="", compare=False)  # of a script; empty: the default one
+    pipeline_parallel_degree: int | None = field(default=None, compare=False)  # as a script gave it
 
     def __post_init__(self) -> None:
         if not self.tasks:
             raise WorkloadError(f"workload {self.name!r} has no tasks; it needs at least one")
         if self.num_steps is not None and self.num_steps < 1:
             raise WorkloadError(f"workload {self.name!r}: num_steps must be at least 1, got {self.num_steps}")
+        if self.pipeline_parallel_degree is not None and self.pipeline_parallel_degree < 1:
+            raise WorkloadError(
+                f"workload {self.name!r}: pipeline_parallel_degree must be at least 1, got "
+                f"{self.pipeline_parallel_degree}"
+            )
         modules = {module.name: module for module in self.modules}
         _unique("module", [module.name for module in self.modules])
         _unique("task", [task.name for task in self.tasks])
@@ -187,10 +204,25 @@ class Workload:
                 missing = {layer.kind for layer in modules[call.module].layers} - {kind for kind, _ in call.costs}
                 if missing:
                     raise WorkloadError(f"{where}: no cost for layers of kind {', '.join(sorted(missing))}")
+        self._check_same_as()
+
+    def _check_same_as(self) -> None:
+        """Refuse a `same_as` that is not a computed call of an earlier task, of the same module and batch size."""
+        computed: dict[str, tuple[str, int]] = {}  # module and batch size of earlier tasks' computed calls
+        for task in self.tasks:
+            for call in task.calls:
+                if call.same_as and computed.get(call.same_as) != (call.module, task.batch_size):
+                    raise WorkloadError(
+                        f"task {task.name!r}, call {call.name!r}: same_as={call.same_as!r} is not a call of module "
+                        f"{call.module!r} over {task.batch_size} samples by an earlier task"
+                    )
+            computed |= {
+                f"{task.name}/{call.name}": (call.module, task.batch_size) for call in task.calls if not call.same_as
+            }
 
     @property
     def tasks_digest(self) -> str:
-        """Identifies tasks and batch sizes: what changes when a task ends or joins inside a job."""
+        """Identifies the tasks and their batch sizes, which change when a task joins or leaves a running job."""
         names = sorted(f"{task.name}\n{task.batch_size}" for task in self.tasks)
         return hashlib.sha256("\n".join(names).encode()).hexdigest()[:16]
 

@@ -1,5 +1,8 @@
 """`spindle fleet`: its verbs, one per file."""
 
+from collections.abc import Callable
+from typing import Any
+
 from spindle.cli.fleet.compare import compare
 from spindle.cli.fleet.down import down
 from spindle.cli.fleet.drain import drain
@@ -17,20 +20,8 @@ from spindle.cli.fleet.submit import submit
 from spindle.cli.fleet.up import up
 
 RUN_A_SCRIPT = (submit, sbatch)
-VERBS = (
-    up,
-    submit,
-    status,
-    logs,
-    stop,
-    resume,
-    drain,
-    down,
-    sbatch,
-    estimate,
-    simulate,
-    compare,
-    explain,
-    nodes,
-    replay,
-)
+# The verbs, as the sections of `spindle fleet --help`.
+SECTIONS: dict[str, tuple[Callable[..., Any], ...]] = {
+    "Live fleets": (up, submit, status, logs, stop, resume, drain, down, sbatch),
+    "Estimates and simulation": (estimate, simulate, compare, explain, nodes, replay),
+}

@@ -28,7 +28,7 @@ def compare(
     trace: TraceFile,
     fleet: FleetName = "arena",
     policies: Annotated[
-        str, typer.Option("--policies", metavar="A,B", help="Only these, in this order.", show_default=False)
+        str, typer.Option("--policies", metavar="A,B", help="Only these policies, in this order.", show_default=False)
     ] = "",
     objective: Objective = "jct",
     tables: Tables = None,
@@ -45,7 +45,7 @@ def compare(
 ) -> None:
     """Compare all policies on one trace, in one table.
 
-    All get the same jobs, errors, faults and reallocation cost. Examples:
+    All policies get the same jobs, estimation errors, faults and reallocation cost. Examples:
 
     spindle fleet compare jobs.jsonl --fleet a100x16,l40sx8
 

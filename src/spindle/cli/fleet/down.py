@@ -18,7 +18,7 @@ def down(
 ) -> None:
     """Stop all jobs after a checkpoint, and end the machines that `up` started. The next `up` resumes the jobs.
 
-    Works without a scheduler, too. Example:
+    Also works if the scheduler is not running. Example:
 
     spindle fleet down
     """
@@ -26,7 +26,8 @@ def down(
 
     from spindle.cli.terminal import show
     from spindle.errors import FleetError
-    from spindle.fleet.live import LiveFleet, request
+    from spindle.fleet.ask import request
+    from spindle.fleet.live import LiveFleet
     from spindle.fleet.machines import open_engine
     from spindle.fleet.store import Store
 
@@ -42,7 +43,7 @@ def down(
             live = LiveFleet(store=opened, engine=engine, grace_s=grace)
             try:
                 live.recover()
-                live.go_down()
+                live.shut_down()
             finally:
                 live.close()
                 engine.close(end_machines=True)

@@ -12,12 +12,12 @@ from spindle.cli.fleet.options import STORE, StoreFile
 def drain(
     node: Annotated[str, typer.Argument(metavar="NODE", help="The name of a node.", show_default=False)],
     within: Annotated[
-        float, typer.Option("--within", metavar="SECONDS", help="Until when jobs must have left it.", min=0)
+        float, typer.Option("--within", metavar="SECONDS", help="How much time the jobs have to leave the node.", min=0)
     ] = 120.0,
-    ends: Annotated[bool, typer.Option("--end", metavar="", help="Use the node again.")] = False,
+    ends: Annotated[bool, typer.Option("--end", metavar="", help="Put the node back into use.")] = False,
     store: StoreFile = STORE,
 ) -> None:
-    """Have the jobs of a node checkpoint and leave it, and start none there.
+    """Empty a node: its jobs save checkpoints and leave, and no job starts there.
 
     Examples:
 

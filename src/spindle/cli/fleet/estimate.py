@@ -2,12 +2,20 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from dataclasses import replace
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from spindle.cli.fleet.options import FleetName, MeasuredProfiles
 from spindle.cli.options import AsJson
+from spindle.cli.script import script_words
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+    from spindle.fleet import Estimate, Fleet, Job
+    from spindle.fleet.estimates import StepOn
 
 
 def estimate(
@@ -20,33 +28,47 @@ def estimate(
         ),
     ],
     fleet: FleetName,
-    kinds: Annotated[str, typer.Option("--kinds", metavar="A,B", help="Only these kinds.", show_default=False)] = "",
+    kinds: Annotated[
+        str, typer.Option("--kinds", metavar="A,B", help="Only these kinds of devices.", show_default=False)
+    ] = "",
     count: Annotated[
-        str, typer.Option("--count", metavar="1-16", help="Only so many devices.", show_default=False)
+        str, typer.Option("--count", metavar="1-16", help="Only these numbers of devices.", show_default=False)
     ] = "",
     profiles: MeasuredProfiles = None,
-    planned: Annotated[bool, typer.Option("--planned", metavar="", help="Plan every cell; seconds each.")] = False,
+    sweep: Annotated[
+        str,
+        typer.Option(
+            "--sweep",
+            metavar="OPTION=A,B",
+            help="Values of an option of the script. Compares one job for all of them with one job each.",
+            show_default=False,
+        ),
+    ] = "",
+    planned: Annotated[
+        bool, typer.Option("--planned", metavar="", help="Plan every cell, which takes seconds each.")
+    ] = False,
     as_json: AsJson = False,
 ) -> None:
     """Estimate a job on every kind and number of devices of a fleet, without running it.
 
-    Bounds say what no plan can beat, in milliseconds; --planned simulates the plan that would run, with its memory.
-    Times of layers are those of a roofline, or measured ones (--profile). Examples:
+    Shows a lower bound on the step time of each cell, in milliseconds. With --planned, it also simulates the plan that
+    would run, and its memory. Layer times come from a roofline model, unless --profile gives measured ones. Examples:
 
     spindle fleet estimate train.py --fleet fleet.toml --count 1-16
 
     spindle fleet estimate clip-10 --fleet a100x16,h100x8 --planned
 
     spindle fleet estimate train.py --fleet h200x8 --profile h200=profile.json --planned
-    """
-    from rich.table import Table
 
+    spindle fleet estimate train.py --fleet h200x8 --sweep lr=1e-4,3e-4,1e-3
+    """
     from spindle.artifact import to_json
     from spindle.cli.fleet.inputs import measured_profiles, step_on
-    from spindle.cli.terminal import note_compilation, progress_bar, show, show_json
-    from spindle.display import num_bytes, seconds
-    from spindle.errors import DoesNotFitError
-    from spindle.fleet.estimates import bound_estimates, least_memory, planned_estimate
+    from spindle.cli.fleet.sweep import read_sweep
+    from spindle.cli.terminal import show, show_json
+    from spindle.display import num_bytes
+    from spindle.errors import DoesNotFitError, InputError
+    from spindle.fleet.estimates import least_memory
     from spindle.fleet.fleet_file import fleet_named
     from spindle.fleet.job import Job, read_counts
 
@@ -54,37 +76,70 @@ def estimate(
     names = tuple(machines.kinds[machines.kind_number(kind)].name for kind in kinds.split(",") if kind)
     least, most = read_counts(count)
     job = Job(name=given, kinds=names, min_devices=least, max_devices=most)
-    step = step_on(given, measured_profiles(profiles, machines))
-    estimates = bound_estimates(step, machines, job)
-    if planned:
-        note_compilation(False)
-        done = []
-        with progress_bar(f"planning {len(estimates)} cells", len(estimates)) as report:
-            for number, bound in enumerate(estimates):
-                done.append(planned_estimate(step, machines, bound))
-                report(number + 1)
-        bounds, estimates = estimates, tuple(done)
-    else:
-        bounds = estimates
+    apart: list[tuple[Estimate, ...]] = []  # of a sweep's trials, each by itself
+    command = given
+    if sweep:
+        if script_words(given) is None or profiles:
+            raise InputError("--sweep is for a training script (train.py), without --profile, which is of other trials")
+        option = read_sweep(sweep)
+        command = option.text(given)
+        for value in option.values:
+            single = replace(option, values=(value,)).text(given)
+            apart.append(_estimated(step_on(single, is_trial=True), machines, job, planned=planned)[1])
+    bounds, estimates = _estimated(
+        step_on(command, measured_profiles(profiles, machines)), machines, job, planned=planned
+    )
     if as_json:
-        show_json({"job": given, "fleet": machines.cluster.name, "estimates": [to_json(item) for item in estimates]})
+        answer = {"job": given, "fleet": machines.cluster.name, "estimates": [to_json(item) for item in estimates]}
+        show_json(answer | ({"trials": [[to_json(item) for item in each] for each in apart]} if sweep else {}))
         return
+    show(_table(bounds, estimates, apart, planned=planned))
+    needed = least_memory(estimates)
+    if needed:
+        raise DoesNotFitError(
+            f"{given} fits in no cell of {machines.cluster.name}; it needs at least {num_bytes(needed)} per device",
+            needed,
+        )
+
+
+def _estimated(
+    step: StepOn, machines: Fleet, job: Job, *, planned: bool
+) -> tuple[tuple[Estimate, ...], tuple[Estimate, ...]]:
+    """Bounds of all cells, and their plans' estimates, or the bounds again."""
+    from spindle.cli.terminal import note_compilation, progress_bar
+    from spindle.fleet.estimates import bound_estimates, planned_estimate
+
+    bounds = bound_estimates(step, machines, job)
+    if not planned:
+        return bounds, bounds
+    note_compilation(False)
+    done = []
+    with progress_bar(f"planning {len(bounds)} cells", len(bounds)) as report:
+        for number, bound in enumerate(bounds):
+            done.append(planned_estimate(step, machines, bound))
+            report(number + 1)
+    return bounds, tuple(done)
+
+
+def _table(
+    bounds: tuple[Estimate, ...], estimates: tuple[Estimate, ...], apart: list[tuple[Estimate, ...]], *, planned: bool
+) -> Table:
+    from rich.table import Table
+
+    from spindle.display import num_bytes, seconds
+
     best_s = min((item.step_s for item in estimates if item.fits), default=0.0)
-    table = Table("kind", "devices", "bound", *(("planned", "memory") if planned else ()), "of the best rate", box=None)
-    for bound, item in zip(bounds, estimates, strict=True):
+    columns = ("kind", "devices", "bound", *(("planned", "memory") if planned else ()), "of the best rate")
+    table = Table(*columns, *(("one by one", "gain") if apart else ()), box=None)
+    for number, (bound, item) in enumerate(zip(bounds, estimates, strict=True)):
         memory = num_bytes(item.memory_bytes) if item.memory_bytes else ""
+        one_by_one_s = sum(each[number].step_s for each in apart)
         table.add_row(
             item.cell.kind,
             str(item.cell.num_devices),
             seconds(bound.step_s),
             *((seconds(item.step_s) if item.fits else "does not fit", memory) if planned else ()),
             f"{100 * best_s / item.step_s:.0f} %" if item.fits else "",
+            *((seconds(one_by_one_s), f"{one_by_one_s / item.step_s:.2f}" if item.fits else "") if apart else ()),
         )
-    show(table)
-    needed = least_memory(estimates)
-    if needed:
-        raise DoesNotFitError(
-            f"{given} fits in no cell of {machines.cluster.name}; the least that would do is "
-            f"{num_bytes(needed)} per device",
-            needed,
-        )
+    return table

@@ -92,11 +92,12 @@ def measured_profiles(given: list[str] | None, fleet: Fleet) -> dict[str, Profil
     return profiles
 
 
-def step_on(given: str, measured: Mapping[str, Profile] = MappingProxyType({})) -> StepOn:
+def step_on(given: str, measured: Mapping[str, Profile] = MappingProxyType({}), *, is_trial: bool = False) -> StepOn:
     """The step of a job on any cluster: a recipe, a workload (.json) or a training script, which runs once; with
-    `measured` profiles by kind."""
+    `measured` profiles by kind. Notes if the planner is not the script's, except for a single trial of a sweep."""
     from spindle.cli.script import script_words, workload_of_script
-    from spindle.fleet.estimates import workload_step
+    from spindle.cli.terminal import notice
+    from spindle.fleet.estimates import planner_of, workload_step
     from spindle.profile import Roofline
     from spindle.recipes import MODELS, RECIPES, step_of
     from spindle.workload import read_workload
@@ -120,4 +121,7 @@ def step_on(given: str, measured: Mapping[str, Profile] = MappingProxyType({})) 
             f"{given}: expected a training script (.py), a workload (.json) or a recipe: "
             f"{', '.join([*RECIPES, *MODELS])}"
         )
+    _, note = planner_of(workload)
+    if note and not is_trial:
+        notice(note)
     return workload_step(workload, roofline, measured)

@@ -11,14 +11,16 @@ from spindle.cli.fleet.options import STORE, JobName, StoreFile
 
 def logs(
     job: JobName,
-    rank: Annotated[int, typer.Option("--rank", metavar="N", help="Of this rank.", min=0)] = 0,
+    rank: Annotated[int, typer.Option("--rank", metavar="N", help="The rank whose output is printed.", min=0)] = 0,
     lines: Annotated[
-        int | None, typer.Option("--lines", metavar="N", help="Only the last N.", min=1, show_default=False)
+        int | None, typer.Option("--lines", metavar="N", help="Print only the last N lines.", min=1, show_default=False)
     ] = None,
-    follow: Annotated[bool, typer.Option("-f", "--follow", metavar="", help="Wait for more, until it ends.")] = False,
+    follow: Annotated[
+        bool, typer.Option("-f", "--follow", metavar="", help="Keep printing until the job ends.")
+    ] = False,
     store: StoreFile = STORE,
 ) -> None:
-    """Print what a job wrote, all attempts one after the other.
+    """Print the output of a job, attempt by attempt.
 
     Example:
 

@@ -6,21 +6,24 @@ from typing import Annotated
 
 import typer
 
-from spindle.cli.fleet.options import EventsFile
+from spindle.cli.fleet.options import STORE, EventsFile, StoreFile
 from spindle.cli.options import AsJson
 
 
 def nodes(
-    events: EventsFile,
+    events: EventsFile = None,
     at: Annotated[
         float | None,
-        typer.Option("--at", metavar="SECONDS", help="At this time instead of the end.", show_default=False),
+        typer.Option("--at", metavar="SECONDS", help="Use this time instead of the end.", show_default=False),
     ] = None,
+    store: StoreFile = STORE,
     as_json: AsJson = False,
 ) -> None:
     """Show the price of a device of each kind, and what one more node would add.
 
-    The gain is in utility, beside the bound on all jobs' together. Example:
+    The gain is given in utility, with the upper bound on the utility of all jobs together. Examples:
+
+    spindle fleet nodes
 
     spindle fleet nodes events.jsonl --at 36000
     """
@@ -31,7 +34,7 @@ def nodes(
     from spindle.cli.terminal import show, show_json
     from spindle.fleet.explain import node_worths
 
-    worths = node_worths(state_at(events, at))
+    worths = node_worths(state_at(events or store, at))
     if as_json:
         show_json({"kinds": [to_json(worth) for worth in worths]})
         return

@@ -5,17 +5,18 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from spindle.cli.fleet.options import EventsFile
+from spindle.cli.fleet.options import STORE, EventsFile, StoreFile
 from spindle.cli.options import AsJson
 
 if TYPE_CHECKING:
     from spindle.fleet import State
 
 
-def replay(events: EventsFile, as_json: AsJson = False) -> None:
-    """Feed recorded events to the scheduler again; its actions must be the recorded ones, byte for byte.
+def replay(events: EventsFile = None, store: StoreFile = STORE, as_json: AsJson = False) -> None:
+    """Feed recorded events to the scheduler again, and check that it takes the same actions.
 
-    Exit code 1 if they are not: events of another version of the scheduler, or a log that was edited. Example:
+    They must be equal byte for byte. Otherwise the exit code is 1: the events come from another version of the
+    scheduler, or the log was edited. Example:
 
     spindle fleet replay events.jsonl
     """
@@ -26,7 +27,7 @@ def replay(events: EventsFile, as_json: AsJson = False) -> None:
     from spindle.fleet.event_log import read_event_log
     from spindle.fleet.event_log import replay as replay_log
 
-    result = replay_log(read_event_log(events))
+    result = replay_log(read_event_log(events or store))
     if as_json:
         show_json(
             {
@@ -46,13 +47,20 @@ def replay(events: EventsFile, as_json: AsJson = False) -> None:
 
 
 def state_at(path: Path, time_s: float | None) -> State:
-    """The scheduler's state after the events of a log, up to a time."""
+    """The scheduler's state after the events of a log, up to a time; None: all of them, and of a live fleet now."""
+    import time
     from dataclasses import replace as changed
 
     from spindle.errors import InputError
-    from spindle.fleet.event_log import read_event_log
+    from spindle.fleet.event_log import latest_state, read_event_log
     from spindle.fleet.event_log import replay as replay_log
+    from spindle.fleet.state import evolve
+    from spindle.fleet.store import Store, is_store
 
+    if time_s is None and is_store(path):
+        with Store.open(path) as store:
+            state = latest_state(store)
+            return evolve(state, now_s=max(state.now_s, time.time() - store.origin_unix_s))
     log = read_event_log(path)
     if time_s is not None:
         entries = tuple(entry for entry in log.entries if entry[0].time_s <= time_s)

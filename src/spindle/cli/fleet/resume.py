@@ -14,4 +14,5 @@ def resume(job: JobName, store: StoreFile = STORE) -> None:
     """
     from spindle.cli.fleet.request import ask
 
-    ask(store, {"command": "resume", "job": job}, f"{job}: waits for devices", job=job)
+    already = {phase: f"{job}: is {phase} already" for phase in ("waiting", "starting", "running")}
+    ask(store, {"command": "resume", "job": job}, f"{job}: waits for devices", job=job, already=already)

@@ -13,22 +13,22 @@ def sbatch(
         list[str],
         typer.Argument(metavar="SCRIPT [ARGUMENTS]...", help="A training script.", show_default=False),
     ],
-    nodes: Annotated[int, typer.Option("--nodes", metavar="N", help="On so many nodes.", min=1)] = 1,
-    devices: Annotated[int, typer.Option("--devices", metavar="N", help="So many GPUs on each.", min=1)] = 1,
+    nodes: Annotated[int, typer.Option("--nodes", metavar="N", help="How many nodes.", min=1)] = 1,
+    devices: Annotated[int, typer.Option("--devices", metavar="N", help="How many GPUs on each node.", min=1)] = 1,
     kind: Annotated[
-        str, typer.Option("--kind", metavar="TYPE", help="Of this type, as Slurm calls it.", show_default=False)
+        str, typer.Option("--kind", metavar="TYPE", help="The type of GPU, as Slurm calls it.", show_default=False)
     ] = "",
     name: Annotated[
-        str, typer.Option("--name", help="What the job is called; the script's name unless given.", show_default=False)
+        str, typer.Option("--name", help="The name of the job. By default, that of the script.", show_default=False)
     ] = "",
     output: Annotated[
         Path | None,
-        typer.Option("-o", "--output", metavar="BATCH.sh", help="Write it to this file.", show_default=False),
+        typer.Option("-o", "--output", metavar="BATCH.sh", help="Write the batch script here.", show_default=False),
     ] = None,
 ) -> None:
-    """Write a batch script for Slurm that runs a training script, one process for each GPU. Nothing is submitted.
+    """Write a Slurm batch script that runs a training script with one process per GPU. Nothing is submitted.
 
-    Options go before SCRIPT; everything after it is passed to the script. Examples:
+    Options go before SCRIPT; everything after SCRIPT is passed to it. Examples:
 
     spindle fleet sbatch --nodes 2 --devices 8 --kind h100 train.py --lr 1e-4 | sbatch
 

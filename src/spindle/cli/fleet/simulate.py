@@ -44,7 +44,7 @@ def simulate(
     until: Annotated[
         float | None,
         typer.Option(
-            "--until", metavar="SECONDS", help="Stop the clock here, for `explain`.", min=0, show_default=False
+            "--until", metavar="SECONDS", help="Stop at this time, for use with `explain`.", min=0, show_default=False
         ),
     ] = None,
     output: Annotated[
@@ -53,7 +53,7 @@ def simulate(
             "-o",
             "--output",
             metavar="TIMELINE.json",
-            help="Write the timeline, for `spindle report`.",
+            help="Write the timeline here, for `spindle report`.",
             show_default=False,
         ),
     ] = None,
@@ -62,7 +62,7 @@ def simulate(
         typer.Option(
             "--events",
             metavar="EVENTS.jsonl",
-            help="Write every event with the scheduler's actions, for `replay`, `explain` and `nodes`.",
+            help="Write all events and the scheduler's actions here, for `replay`, `explain` and `nodes`.",
             show_default=False,
         ),
     ] = None,
@@ -70,7 +70,12 @@ def simulate(
 ) -> None:
     """Simulate a trace of jobs on a fleet under a policy, until all jobs are done.
 
-    The policy sees estimates, never the true times. Examples:
+    The policy only sees estimates, never the true step times. A .jsonl trace has one job per line, by time:
+
+    {"name": "a", "time_s": 0, "num_steps": 1000, "requested": ["a100", 4], "times": [["a100", 4, 2.5], ["l40s", 8, 6]]}
+
+    with the seconds of a step for each kind and number of devices, and optionally team, priority, deadline_s, kinds,
+    min_devices and max_devices. Examples:
 
     spindle fleet simulate jobs.jsonl --fleet a100x16,l40sx8
 

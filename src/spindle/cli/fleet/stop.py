@@ -14,4 +14,5 @@ def stop(job: JobName, store: StoreFile = STORE) -> None:
     """
     from spindle.cli.fleet.request import ask
 
-    ask(store, {"command": "stop", "job": job}, f"{job}: stops after a checkpoint", job=job)
+    already = {"suspended": f"{job}: is stopped already"}
+    ask(store, {"command": "stop", "job": job}, f"{job}: stops after a checkpoint", job=job, already=already)

@@ -24,20 +24,20 @@ def up(
         typer.Option(
             "--fake",
             metavar="FLEET",
-            help="Rehearse these machines (a .toml file or a name) with real processes on this one.",
+            help="Pretend to have these machines (a .toml file or a name), and run all processes on this one.",
             show_default=False,
         ),
     ] = "",
     address: Annotated[
         str, typer.Option("--address", metavar="HOST:PORT", help="Join this Ray cluster.", show_default=False)
     ] = "",
-    engine: Annotated[str, typer.Option("--engine", help="ray or slurm.")] = "ray",
+    engine: Annotated[str, typer.Option("--engine", help="What starts the processes: ray or slurm.")] = "ray",
     fleet: Annotated[
         str,
         typer.Option(
             "--fleet",
             metavar="FLEET.toml",
-            help="Teams, and kinds of devices that Spindle does not know.",
+            help="Describes teams, and kinds of devices that Spindle does not know.",
             show_default=False,
         ),
     ] = "",
@@ -45,21 +45,22 @@ def up(
     objective: Objective = "jct",
     reallocation: ReallocS = None,
     interval: Annotated[
-        float, typer.Option("--interval", metavar="SECONDS", help="Least time between two rounds.", min=0.1)
+        float,
+        typer.Option(
+            "--interval", metavar="SECONDS", help="The shortest time between two rounds of scheduling.", min=0.1
+        ),
     ] = 30.0,
     grace: Annotated[
         float,
         typer.Option("--grace", metavar="SECONDS", help="How long a job may take to save a checkpoint.", min=0),
     ] = 30.0,
-    view: Annotated[
-        bool, typer.Option("--view", help="Serve the report live, to browsers of this machine alone.")
-    ] = False,
+    view: Annotated[bool, typer.Option("--view", help="Serve the live report to browsers on this machine.")] = False,
 ) -> None:
-    """Run the scheduler of a fleet. Jobs are submitted with `spindle fleet submit`.
+    """Run the scheduler of a fleet. Then submit jobs with `spindle fleet submit`.
 
-    Without --address it starts Ray on loopback, with this machine's devices. Training does not depend on this process:
-    it may end (Ctrl-C) and start again, and adopts what runs. `spindle fleet down` ends the fleet. Options that
-    describe the fleet are remembered in its store. Examples:
+    Without --address, it starts Ray on loopback with the devices of this machine. Training does not depend on this
+    process: if it ends (Ctrl-C), jobs keep running, and the next `up` adopts them. `spindle fleet down` ends the fleet.
+    The options that describe the fleet are stored, so the next `up` does not need them. Examples:
 
     spindle fleet up
 

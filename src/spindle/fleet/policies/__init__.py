@@ -1,4 +1,4 @@
-"""Policies: pure functions of what a scheduler may know, which are estimates and never the truth.
+"""Policies: pure functions of what a scheduler may know: estimates, never true step times.
 
     price      ours: dual prices, repair, exchange; leases, quotas, deadlines
     crius      Crius (now Arena): requested cells, a downgrade search, upgrades, opportunism
@@ -17,7 +17,7 @@ from collections.abc import Mapping
 from spindle.errors import FleetError
 from spindle.fleet.policies.crius import crius
 from spindle.fleet.policies.fixed import backfill, fcfs
-from spindle.fleet.policies.gavel import gavel, gavel_max_min
+from spindle.fleet.policies.gavel import fastest_rates, gavel, gavel_max_min
 from spindle.fleet.policies.policy import Choice, Policy, Round
 from spindle.fleet.policies.price import price
 from spindle.fleet.policies.sia import sia, weighted_sia
@@ -33,6 +33,7 @@ POLICIES: Mapping[str, Policy] = {
     "weighted-sia": weighted_sia,
 }
 EVENT_DRIVEN = frozenset({"crius", "backfill", "fcfs"})  # time alone changes nothing
+REQUESTED_COUNTS = frozenset({"gavel", "gavel-max-min"})  # jobs get as many devices as they requested
 COMPARED = ("price", "sia", "crius", "gavel", "backfill", "fcfs")
 
 
@@ -42,4 +43,14 @@ def policy_named(name: str) -> Policy:
     return POLICIES[name]
 
 
-__all__ = ["COMPARED", "EVENT_DRIVEN", "POLICIES", "Choice", "Policy", "Round", "policy_named"]
+__all__ = [
+    "COMPARED",
+    "EVENT_DRIVEN",
+    "POLICIES",
+    "REQUESTED_COUNTS",
+    "Choice",
+    "Policy",
+    "Round",
+    "fastest_rates",
+    "policy_named",
+]

@@ -20,22 +20,22 @@ _MAX_UPGRADES = 10
 _MAX_TRIALS = 100
 
 
-def crius(given: Round) -> Choice:
-    columns = given.columns
-    cells = given.held.copy()
+def crius(this_round: Round) -> Choice:
+    columns = this_round.columns
+    cells = this_round.held.copy()
     tagged = {row for row, job in enumerate(columns.jobs) if job.is_opportunistic and cells[row] >= 0}
     lost = int(sum(job.allocation is not None for job in columns.jobs)) != int((cells >= 0).sum())
-    if not (given.num_arrived or given.num_departed or lost or not given.allowed.all()):
+    if not (this_round.num_arrived or this_round.num_departed or lost or not this_round.allowed.all()):
         return Choice(cells=cells, opportunistic=frozenset(tagged))
-    problem = _Problem(given)
-    free = given.capacity[: columns.num_kinds].copy()
+    problem = _Problem(this_round)
+    free = this_round.capacity[: columns.num_kinds].copy()
     holding = cells[cells >= 0]
     np.subtract.at(free, columns.kind[holding], columns.count[holding])
     num_trials, missed = 0, set()
     blocked = False
     for job in np.flatnonzero(cells < 0).tolist():
         target = int(problem.requested[job])
-        if target < 0 or not given.allowed[target] or num_trials >= _MAX_TRIALS:
+        if target < 0 or not this_round.allowed[target] or num_trials >= _MAX_TRIALS:
             blocked = blocked or target >= 0
             continue
         key = problem.key(job)
@@ -80,13 +80,13 @@ def _suspended(columns: Columns, cells: IntColumn, free: IntColumn, target: int,
 class _Problem:
     """Cells by job, kind and power of two, with normalised rates."""
 
-    def __init__(self, given: Round) -> None:
-        self.columns = given.columns
-        self.requested = requests(given)
-        self.share = given.columns.rate / given.columns.best_rate[given.columns.job_of_cell]
-        self.share = np.where(given.allowed, self.share, -1.0)
+    def __init__(self, this_round: Round) -> None:
+        self.columns = this_round.columns
+        self.requested = requests(this_round)
+        self.share = this_round.columns.rate / this_round.columns.best_rate[this_round.columns.job_of_cell]
+        self.share = np.where(this_round.allowed, self.share, -1.0)
         # A job is never halved below half of what it requested.
-        count = given.columns.count
+        count = this_round.columns.count
         self.least = np.where(self.requested >= 0, (count[np.maximum(self.requested, 0)] + 1) // 2, 1)
 
     def key(self, job: int) -> tuple[int, int, float]:

@@ -71,13 +71,13 @@ def fit(first, kind, count, share, least, target_job, target, cells, free, depth
         most = most * width + 1
     parents = np.empty(most, dtype=np.int64)
     jobs = np.empty(most, dtype=np.int64)
-    news = np.empty(most, dtype=np.int64)
+    new_cells = np.empty(most, dtype=np.int64)
     size, level_begin = 1, 0
     parents[0] = -1
     best_gain, best_leaf = -1e300, -1
-    work, room = cells.copy(), free.copy()
+    work, num_free = cells.copy(), free.copy()
     path_job, path_old = np.empty(depth + 1, dtype=np.int64), np.empty(depth + 1, dtype=np.int64)
-    _change(kind, count, work, room, target_job, target)  # oversubscribed until a leaf is feasible
+    _change(kind, count, work, num_free, target_job, target)  # oversubscribed until a leaf is feasible
     for _ in range(depth):
         level_end = size
         for node in range(level_begin, level_end):
@@ -94,20 +94,20 @@ def fit(first, kind, count, share, least, target_job, target, cells, free, depth
             for position in range(length):
                 step = path_job[position]
                 path_old[position] = work[jobs[step]]
-                _change(kind, count, work, room, jobs[step], news[step])
+                _change(kind, count, work, num_free, jobs[step], new_cells[step])
             for branch in range(width):
                 if branch < num_kinds:
                     job, new = _cheapest_halving(first, kind, count, share, least, work, branch)
                 else:
-                    job, new = _best_change_of_kind(first, kind, count, share, work, room, target_job)
+                    job, new = _best_change_of_kind(first, kind, count, share, work, num_free, target_job)
                 if job < 0:
                     continue
-                parents[size], jobs[size], news[size] = node, job, new
+                parents[size], jobs[size], new_cells[size] = node, job, new
                 old = work[job]
-                _change(kind, count, work, room, job, new)
+                _change(kind, count, work, num_free, job, new)
                 feasible = True
                 for resource in range(num_kinds):
-                    if room[resource] < 0:
+                    if num_free[resource] < 0:
                         feasible = False
                 if feasible:
                     gain = 0.0
@@ -117,10 +117,10 @@ def fit(first, kind, count, share, least, target_job, target, cells, free, depth
                             gain -= share[cells[row]] if cells[row] >= 0 else 0.0
                     if gain > best_gain:
                         best_gain, best_leaf = gain, size
-                _change(kind, count, work, room, job, old)
+                _change(kind, count, work, num_free, job, old)
                 size += 1
             for position in range(length - 1, -1, -1):
-                _change(kind, count, work, room, jobs[path_job[position]], path_old[position])
+                _change(kind, count, work, num_free, jobs[path_job[position]], path_old[position])
         level_begin = level_end
     if best_leaf < 0 or best_gain <= 0:
         return False
@@ -131,7 +131,7 @@ def fit(first, kind, count, share, least, target_job, target, cells, free, depth
         length += 1
         walk = parents[walk]
     for position in range(length - 1, -1, -1):
-        _change(kind, count, cells, free, jobs[path_job[position]], news[path_job[position]])
+        _change(kind, count, cells, free, jobs[path_job[position]], new_cells[path_job[position]])
     return True
 
 
@@ -148,8 +148,8 @@ def upgrade(first, kind, count, share, least, cells, free, max_steps):
                 same_kind = kind[new] == kind[cell]
                 if count[new] != (2 * count[cell] if same_kind else count[cell]):
                     continue
-                room = free[kind[new]] + (count[cell] if same_kind else 0)
-                if share[new] >= 0 and count[new] <= room and share[new] - share[cell] > best:
+                num_free = free[kind[new]] + (count[cell] if same_kind else 0)
+                if share[new] >= 0 and count[new] <= num_free and share[new] - share[cell] > best:
                     best, best_job, best_cell = share[new] - share[cell], job, new
         if best_job < 0:
             return

@@ -8,57 +8,93 @@ answers it in whole shares; that of max-min is solved by HiGHS, whose failure en
 
 from __future__ import annotations
 
+from functools import lru_cache
+
 import numpy as np
 
 from spindle.errors import FleetError
-from spindle.fleet.columns import ARRIVAL_S, BoolColumn, FloatColumn
+from spindle.fleet.columns import ARRIVAL_S, BoolColumn, FloatColumn, IntColumn
+from spindle.fleet.dual_prices import FORBIDDEN
 from spindle.fleet.policies.fixed import requests
-from spindle.fleet.policies.policy import Choice, Round, maximise
+from spindle.fleet.policies.policy import Choice, Round, largest_sum, worth_above
+from spindle.fleet.state import JobState
 
 _LEAST_RECEIVED = 1e-3  # a job that never ran on a kind has the highest priority there
 
 
-def gavel(given: Round) -> Choice:
-    usable = _requested_counts(given)
-    rates = np.where(usable, _normalised(given), 0.0)
-    choice = maximise(given, rates)
-    shares = np.zeros(len(rates))
-    shares[choice.cells[choice.cells >= 0]] = 1.0
-    return _by_priority(given, shares, usable)
+def gavel(this_round: Round) -> Choice:
+    usable = _requested_counts(this_round)
+    return _by_priority(this_round, _max_sum_shares(this_round, usable), usable)
 
 
-def gavel_max_min(given: Round) -> Choice:
-    usable = _requested_counts(given)
-    return _by_priority(given, _max_min_shares(given, usable), usable)
+def gavel_max_min(this_round: Round) -> Choice:
+    usable = _requested_counts(this_round)
+    return _by_priority(this_round, _max_min_shares(this_round, usable), usable)
 
 
-def _requested_counts(given: Round) -> BoolColumn:
+def fastest_rates(this_round: Round) -> FloatColumn:
+    """The best rate of each job on as many devices as it requested; 0 without such a cell. When all jobs have theirs, a
+    later round changes nothing."""
+    rates = np.zeros(this_round.columns.num_jobs)
+    usable = np.flatnonzero(_requested_counts(this_round))
+    np.maximum.at(rates, this_round.columns.job_of_cell[usable], this_round.columns.rate[usable])
+    return rates
+
+
+def _requested_counts(this_round: Round) -> BoolColumn:
     """Cells with as many devices as their job requested."""
-    columns = given.columns
-    requested = requests(given)
+    columns = this_round.columns
+    requested = requests(this_round)
     count = np.where(requested >= 0, columns.count[np.maximum(requested, 0)], -1) if len(columns.count) else requested
-    usable: BoolColumn = (columns.count == count[columns.job_of_cell]) & given.allowed
+    usable: BoolColumn = (columns.count == count[columns.job_of_cell]) & this_round.allowed
     return usable
 
 
-def _normalised(given: Round) -> FloatColumn:
-    columns = given.columns
+def _normalised(this_round: Round) -> FloatColumn:
+    columns = this_round.columns
     return columns.rate / columns.best_rate[columns.job_of_cell]
 
 
-def _max_min_shares(given: Round, usable: BoolColumn) -> FloatColumn:
+def _max_sum_shares(this_round: Round, usable: BoolColumn) -> FloatColumn:
+    """The largest sum of normalised rates, in whole shares."""
+    columns = this_round.columns
+    rates = np.where(usable, _normalised(this_round), 0.0)
+    worth = worth_above(columns, rates, this_round.allowed, np.full(columns.num_jobs, -1, dtype=np.int64))
+    candidates = np.flatnonzero(worth > FORBIDDEN)
+    first = np.searchsorted(candidates, columns.first)
+    cell_columns = (column[candidates] for column in (columns.kind, columns.limit, columns.count))
+    integers = (first, *cell_columns, this_round.capacity)
+    problem = (worth[candidates].tobytes(), *(column.tobytes() for column in integers))
+    cells = _max_sum_cells(*problem, num_kinds=columns.num_kinds)
+    shares = np.zeros(len(rates))
+    shares[candidates[cells[cells >= 0]]] = 1.0
+    return shares
+
+
+@lru_cache(maxsize=1)
+def _max_sum_cells(worth: bytes, *integers: bytes, num_kinds: int) -> IntColumn:
+    """The cell of each job, or -1. Depends on neither held cells nor prices, so most rounds ask what the round before
+    has asked."""
+    first, kind, limit, count, capacity = (np.frombuffer(column, dtype=np.int64).copy() for column in integers)
+    none = np.full(len(first) - 1, -1, dtype=np.int64)
+    prices = np.zeros(len(capacity))
+    columns = (first, kind, limit, count, np.frombuffer(worth).copy())
+    return largest_sum(*columns, none, none, capacity, num_kinds, prices).cells
+
+
+def _max_min_shares(this_round: Round, usable: BoolColumn) -> FloatColumn:
     """max t such that every job has a normalised rate of t on average."""
     from scipy.optimize import linprog
     from scipy.sparse import coo_array
 
     # Data.
-    columns = given.columns
+    columns = this_round.columns
     cells = np.flatnonzero(usable)
     shares = np.zeros(len(usable))
     if not len(cells):
         return shares
     jobs, job = np.unique(columns.job_of_cell[cells], return_inverse=True)
-    rates, num_cells, num_jobs = _normalised(given)[cells], len(cells), len(jobs)
+    rates, num_cells, num_jobs = _normalised(this_round)[cells], len(cells), len(jobs)
     # Variables: the share of each cell, then t. Constraints: t - rates <= 0, shares of a job <= 1, devices <= capacity.
     column = np.arange(num_cells)
     rows = [job, np.arange(num_jobs), num_jobs + job, 2 * num_jobs + columns.kind[cells]]
@@ -66,7 +102,7 @@ def _max_min_shares(given: Round, usable: BoolColumn) -> FloatColumn:
     values = [-rates, np.ones(num_jobs), np.ones(num_cells), columns.count[cells].astype(float)]
     shape = (2 * num_jobs + columns.num_kinds, num_cells + 1)
     matrix = coo_array((np.concatenate(values), (np.concatenate(rows), np.concatenate(places))), shape=shape)
-    limits = np.concatenate([np.zeros(num_jobs), np.ones(num_jobs), given.capacity[: columns.num_kinds]])
+    limits = np.concatenate([np.zeros(num_jobs), np.ones(num_jobs), this_round.capacity[: columns.num_kinds]])
     # Objective: t, and a little of the sum, so that idle devices are used.
     objective = np.append(-1e-3 * rates / num_jobs, -1.0)
     # Solve.
@@ -78,26 +114,24 @@ def _max_min_shares(given: Round, usable: BoolColumn) -> FloatColumn:
     return shares
 
 
-def _by_priority(given: Round, shares: FloatColumn, usable: BoolColumn) -> Choice:
+def _by_priority(this_round: Round, shares: FloatColumn, usable: BoolColumn) -> Choice:
     """Jobs in order of share over share received, each on that kind, as long as there are devices."""
-    columns = given.columns
+    columns = this_round.columns
     job_of = columns.job_of_cell
-    free = given.capacity.copy()
+    free = this_round.capacity.copy()
     cells = np.full(columns.num_jobs, -1, dtype=np.int64)
-    age_s = np.maximum(given.now_s - columns.numbers[ARRIVAL_S], 1.0)
+    age_s = np.maximum(this_round.now_s - columns.numbers[ARRIVAL_S], 1.0)
     received = np.zeros(len(shares))
     candidates = np.flatnonzero(usable)
-    for cell in np.flatnonzero(usable & (shares > 0)).tolist():
-        state = columns.jobs[job_of[cell]]
-        kind = columns.fleet.kinds[columns.kind[cell]].name
-        seconds = sum(entry.value for entry in state.received_s if entry.kind == kind)
-        if state.allocation is not None and state.allocation.cell.kind == kind:
-            seconds += given.now_s - state.allocated_s
-        received[cell] = seconds / age_s[job_of[cell]]
+    kinds, jobs = [kind.name for kind in columns.fleet.kinds], columns.jobs
+    wanted = np.flatnonzero(usable & (shares > 0))
+    pairs = zip(job_of[wanted].tolist(), columns.kind[wanted].tolist(), strict=True)
+    received[wanted] = [_received_s(jobs[job], kinds[kind], this_round.now_s) for job, kind in pairs]
+    received /= age_s[job_of]
     priority = shares / np.maximum(received, _LEAST_RECEIVED)
     # Jobs without a share use what is left, first those that hold it.
     held = np.zeros(len(shares), dtype=bool)
-    held[given.held[given.held >= 0]] = True
+    held[this_round.held[this_round.held >= 0]] = True
     ordered = candidates[np.lexsort((candidates, ~held[candidates], -priority[candidates]))]
     rooms = free.tolist()
     entries = zip(
@@ -107,10 +141,21 @@ def _by_priority(given: Round, shares: FloatColumn, usable: BoolColumn) -> Choic
         columns.count[ordered].tolist(),
         strict=True,
     )
-    taken: set[int] = set()
+    started: set[int] = set()
     for cell, job, kind_number, count in entries:
-        if count <= rooms[kind_number] and job not in taken:
-            taken.add(job)
+        if count <= rooms[kind_number] and job not in started:
+            started.add(job)
             cells[job] = cell
             rooms[kind_number] -= count
     return Choice(cells=cells)
+
+
+def _received_s(job: JobState, kind: str, now_s: float) -> float:
+    """How long a job has had devices of a kind."""
+    received_s = 0.0
+    for entry in job.received_s:
+        if entry.kind == kind:
+            received_s += entry.value
+    if job.allocation is not None and job.allocation.cell.kind == kind:
+        received_s += now_s - job.allocated_s
+    return received_s

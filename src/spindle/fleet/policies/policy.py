@@ -1,4 +1,4 @@
-"""What a policy is given, and what it answers."""
+"""The input and the output of a policy."""
 
 from __future__ import annotations
 
@@ -20,8 +20,9 @@ _MAX_EXCHANGES = 2000
 class Round:
     """One round: jobs as columns, and which cells may be chosen.
 
-    `allowed` is False for cells that placement refused in an earlier try of this round, and for cells that are not
-    planned yet. `num_arrived` and `num_departed` count since the last round; `prices` are the last round's.
+    `allowed` is False for cells that placement refused in an earlier try of this round, for cells that are not planned
+    yet, and for those in which a promised job would miss its deadline; `fixed` jobs would, if they were moved to other
+    nodes. `num_arrived` and `num_departed` count since the last round; `prices` are the last round's.
     """
 
     columns: Columns
@@ -31,6 +32,7 @@ class Round:
     held: IntColumn
     allowed: BoolColumn
     prices: FloatColumn
+    fixed: frozenset[int] = frozenset()
     num_arrived: int = 0
     num_departed: int = 0
 
@@ -39,13 +41,14 @@ class Round:
 class Choice:
     """The cell of each job, or -1. `leases` are jobs that begin one; `opportunistic` jobs run out of turn (Crius).
 
-    `bound` is an upper bound on the utility, where the policy maximises one. `floor` is the cell that each job gets at
-    least, or -1; empty where the policy has no floors.
+    `bound` is an upper bound on the utility, where the policy maximises one, and `utilities` are those of all cells.
+    `floor` is the cell that each job gets at least, or -1; empty where the policy has no floors.
     """
 
     cells: IntColumn
     utility: float = 0.0
     bound: float = 0.0
+    utilities: FloatColumn = field(default_factory=lambda: np.zeros(0))
     prices: FloatColumn = field(default_factory=lambda: np.zeros(0))
     leases: tuple[int, ...] = ()
     floor: IntColumn = field(default_factory=lambda: np.zeros(0, dtype=np.int64))
@@ -56,19 +59,38 @@ Policy = Callable[[Round], Choice]
 
 
 def maximise(
-    given: Round, utility: FloatColumn, floor: IntColumn | None = None, capacity: IntColumn | None = None
+    this_round: Round, utility: FloatColumn, floor: IntColumn | None = None, capacity: IntColumn | None = None
 ) -> Choice:
     """The allocation with (nearly) the largest sum of utilities; `floor` as in `exchange`."""
-    columns = given.columns
+    columns = this_round.columns
     if floor is None:
         floor = np.full(columns.num_jobs, -1, dtype=np.int64)
     if capacity is None:
-        capacity = given.capacity
-    required = floor >= 0
-    worth = worth_above(columns, utility, given.allowed, floor)
+        capacity = this_round.capacity
+    worth = worth_above(columns, utility, this_round.allowed, floor)
     problem = (columns.first, columns.kind, columns.limit, columns.count, worth)
-    prices, bound = descend(*problem, required, capacity, given.prices, _MAX_SWEEPS)
-    cells, total = allocate(*problem, floor, required, given.held, capacity, columns.num_kinds, prices, _MAX_EXCHANGES)
+    choice = largest_sum(*problem, floor, this_round.held, capacity, columns.num_kinds, this_round.prices)
+    choice.utilities = utility
+    return choice
+
+
+def largest_sum(
+    first: IntColumn,
+    kind: IntColumn,
+    limit: IntColumn,
+    count: IntColumn,
+    worth: FloatColumn,
+    floor: IntColumn,
+    held: IntColumn,
+    capacity: IntColumn,
+    num_kinds: int,
+    prices: FloatColumn,
+) -> Choice:
+    """Cells with (nearly) the largest sum of `worth`, from columns as in `dual_prices`. The search for prices begins at
+    `prices`."""
+    problem, required = (first, kind, limit, count, worth), floor >= 0
+    prices, bound = descend(*problem, required, capacity, prices, _MAX_SWEEPS)
+    cells, total = allocate(*problem, floor, required, held, capacity, num_kinds, prices, _MAX_EXCHANGES)
     return Choice(cells=cells, utility=float(total), bound=float(bound), prices=prices)
 
 

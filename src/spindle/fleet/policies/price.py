@@ -11,9 +11,9 @@ from spindle.fleet.policies.policy import Choice, Round, maximise
 from spindle.fleet.utility import utilities
 
 
-def price(given: Round) -> Choice:
-    utility = utilities(given.columns, given.options, given.now_s)
-    floor, leases = floors_of(given, utility)
-    choice = maximise(given, utility, floor)
+def price(this_round: Round) -> Choice:
+    utility = utilities(this_round.columns, this_round.options, this_round.now_s)
+    floor, leases = floors_of(this_round, utility)
+    choice = maximise(this_round, utility, floor)
     choice.leases, choice.floor = leases, floor
     return choice

@@ -1,33 +1,44 @@
-"""Planner `colocate`: encoders stand whole on the language model's devices, each item is encoded where there is time
-(MegaScale-Omni).
+"""Planner `colocate`: every device of the language model also has the whole encoders, and each item is encoded on
+devices that have time for it (MegaScale-Omni).
 
-Placement, tensor degree and size of parts are chosen once, on a batch that stands for all (`choose_colocation`). Then,
-for each batch: parts to devices, level over the step; an order of passes on every device; what each stage and part
-keeps. Where a batch has no parts, or its layout spreads all modules, this is planner `pipeline`.
+Placement, tensor degree and size of parts are chosen once, on a representative batch (`choose_colocation`). Then, for
+each batch: the devices of each part, balanced over blocks of microbatches; the order of passes on every device; and
+which activations each stage and part keeps. If a batch has no parts, or its layout spreads all modules over the
+pipeline, this is planner `pipeline`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import time
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import product
 
 import numpy as np
 
+from spindle.display import count_of
 from spindle.errors import DoesNotFitError, PlanError
 from spindle.graph import MetaGraph
 from spindle.plan import Plan
 from spindle.planners.colocate.columns import (
     EVERYTHING,
+    STRICT,
     Known,
     Replica,
+    Seen,
+    Template,
     activation_budgets,
     assigned_parts,
+    key_of_ns,
     passes_of,
     plan_of_orders,
+    refuse_weights,
     replicas_of,
+    seen_in,
+    template_of,
 )
 from spindle.planners.colocate.order import Order, ordered
+from spindle.planners.colocate.search import Devices, searched_order
 from spindle.planners.finish import finished
 from spindle.planners.options import DEDICATED, FIRST, REPLICATED, SPREAD, Chain, Layout, PlanOptions, Progress
 from spindle.planners.pipeline.baselines import baseline_layouts, plan_baseline
@@ -41,18 +52,24 @@ from spindle.planners.pipeline.chains import (
 )
 from spindle.planners.pipeline.choose import choose_layout
 from spindle.planners.pipeline.planner import plan_pipeline
+from spindle.planners.pipeline.rank_parameters import owning_ranks_in, ranks_of_whole
 from spindle.planners.pipeline.segments import Column
-from spindle.planners.pipeline.stages import NS, owning_ranks_in, ranks_of_whole
+from spindle.planners.pipeline.stage_costs import NS
 from spindle.profile import Profile
 from spindle.program import lower, posted_peaks, refuse_overfull
 from spindle.simulate import simulate
 
-_ATTEMPTS = 6
-_MARGIN = 1 / 4096  # of a device's memory: taken from a budget beyond the excess
+_ATTEMPTS = 8
+_SEARCHES = 3  # attempts that look at all settings
+_MARGIN = 1 / 4096  # share of a device's memory by which a budget shrinks in addition to the excess
 _LEVELS = 8  # of memory choices, from the leanest to the fastest
 _ALL_LEVELS = (8, 3, 0)
+_AHEAD = (1, 2, 4, EVERYTHING)  # of baselines, microbatch by microbatch
+_LAG = (2, 0, 4, EVERYTHING)
 _ROUNDS = (1, 2, 4)  # how often the language model passes its ranks
-_NUM_FINALISTS = 4  # layouts that become plans, after a first look at their schedules
+_LEAST_LOSS = 1.03  # of a schedule over all its work, spread evenly: no layout is tried that has to lose less
+_FIRST_NEAR, _NEAR = 1.08, 1.03  # layouts within these factors of the shortest get a second look, and become plans
+_NUM_FINALISTS = 4  # layouts that become plans, which differ by some percent from their schedules
 _EVALUATIONS = 256  # of planner `pipeline`, where the two are compared
 
 
@@ -60,15 +77,27 @@ _EVALUATIONS = 256  # of planner `pipeline`, where the two are compared
 class Rules:
     """How the parts of a batch are placed and ordered; planners and baselines differ in these.
 
-    The best of all `ahead` (microbatches by which a part comes before its language model) and `lag` (by which its
-    backward comes after) is taken. Without `sequence_groups` items are not split; `is_in_turn` has no balancing.
+    The microbatches are cut into blocks, and parts are level in each block; `EVERYTHING` has each microbatch in a block
+    of its own and parts level over the step. The best of all `num_blocks`, `ahead`
+    (microbatches by which the parts of a block come before its language model) and `lag` (by which their backwards come
+    after) is taken, with the first `slack`, `num_split` (`template_of`) and `longest` (percent of a device's mean time
+    in parts that an item may take before it is shared; 0: as much as leaves devices level). Then the others of these
+    are tried one by one. With `light_ends` the first and last microbatches are those with least for encoders. Without
+    `sequence_groups` items are not split; `is_in_turn` has no balancing.
     """
 
-    ahead: tuple[int, ...] = (1, 2, 4, EVERYTHING)
-    lag: tuple[int, ...] = (2, 0, 4, EVERYTHING)
+    num_blocks: tuple[int, ...] = (1, 2, 4, 8, 16, EVERYTHING)
+    ahead: tuple[int, ...] = (1, 0)
+    lag: tuple[int, ...] = (2, 0, EVERYTHING)
+    slack: tuple[int, ...] = (STRICT,)
+    num_split: tuple[int, ...] = (0,)
+    longest: tuple[int, ...] = (0,)
     levels: tuple[int, ...] = _ALL_LEVELS
+    num_relevels: int = 2  # times that parts are assigned again, by how long passes take in the order before
     sequence_groups: bool = True
     is_in_turn: bool = False
+    light_ends: bool = False
+    may_search: bool = False  # if more than one evaluation is asked for
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -86,38 +115,65 @@ class System:
 SYSTEMS: Mapping[str, System] = {
     "colocate": System(
         description="encoders whole on the language model's devices, items encoded just in time, long ones shared",
-        rules=Rules(),
+        rules=Rules(
+            slack=(0, 2, STRICT),
+            num_split=(EVERYTHING, 8, 0),
+            longest=(0, 50, 25, 12),
+            light_ends=True,
+            may_search=True,
+        ),
         placements=(REPLICATED, DEDICATED),
         may_spread=True,
     ),
     "upfront": System(
         description="colocated, all items encoded before the language model and back-propagated behind it",
-        rules=Rules(ahead=(EVERYTHING,), lag=(EVERYTHING,)),
+        rules=Rules(num_blocks=(1,), ahead=(EVERYTHING,), lag=(EVERYTHING,)),
         placements=(REPLICATED,),
     ),
     "stage-0": System(
         description="encoders on the first pipeline rank (Megatron-LM)",
-        rules=Rules(lag=(0,), sequence_groups=False),
+        rules=Rules(num_blocks=(EVERYTHING,), ahead=_AHEAD, lag=(0,), sequence_groups=False),
         placements=(FIRST,),
         whole_calls=True,
     ),
     "dedicated": System(
         description="encoders on pipeline ranks of their own, items in turn (disaggregated)",
-        rules=Rules(sequence_groups=False, is_in_turn=True),
+        rules=Rules(num_blocks=(EVERYTHING,), ahead=_AHEAD, lag=_LAG, sequence_groups=False, is_in_turn=True),
         placements=(DEDICATED,),
     ),
 }
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Setting:
+    """One choice of each of the options that rules leave open."""
+
+    num_blocks: int
+    ahead: int
+    lag: int
+    slack: int
+    num_split: int
+    longest: int
+
+    @property
+    def text(self) -> str:
+        """When parts come, in words."""
+        if self.num_blocks == 1:
+            return "parts all microbatches ahead, backward last"
+        blocks = "" if self.num_blocks >= EVERYTHING else f" in {self.num_blocks} blocks"
+        how_far = "all microbatches" if self.ahead >= EVERYTHING else count_of(self.ahead, "microbatch", "microbatches")
+        return f"parts{blocks} {how_far} ahead, backward {'last' if self.lag >= EVERYTHING else f'{self.lag} behind'}"
+
+
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Scheduled:
-    """Orders of all replicas of a layout, and the `ahead` and `lag` of each."""
+    """Orders of all replicas of a layout, and the number of blocks, `ahead` and `lag` of each."""
 
     layout: Layout
     replicas: tuple[Replica, ...]
     assigned: tuple[tuple[tuple[int, int], ...], ...]
     orders: tuple[Order, ...]
-    settings: tuple[tuple[int, int, int], ...]  # by replica: ahead, lag, level
+    settings: tuple[Setting, ...]  # by replica
 
     @property
     def makespan_ns(self) -> int:
@@ -144,14 +200,15 @@ def plan_by_rules(
         if SYSTEMS[planner].may_spread:
             return replace(plan_pipeline(profile, options, progress), planner=planner)
         return replace(plan_baseline("static", profile, replace(options, layouts=()), progress), planner=planner)
-    scheduled = best_schedule(profile, layouts, rules)
-    plan = _fitting(profile, scheduled, planner, rules, options)
-    ahead, lag, _ = scheduled.settings[0]
-    how_far = "all microbatches" if ahead >= EVERYTHING else f"{ahead} microbatch{'es' if ahead > 1 else ''}"
+    try:
+        scheduled = best_schedule(profile, layouts, _glance(rules))
+    except DoesNotFitError:
+        scheduled = best_schedule(profile, layouts, rules)
+    plan, scheduled = _fitting(profile, scheduled, planner, rules, options)
     shared = sum(degree > 1 for devices in scheduled.assigned for _, degree in devices)
     texts = [
         scheduled.layout.text,
-        f"parts {how_far} ahead, backward {'last' if lag >= EVERYTHING else f'{lag} behind'}",
+        scheduled.settings[0].text,
     ]
     texts += [f"{shared} items on sequence groups"] if shared else []
     if progress is not None:
@@ -178,7 +235,7 @@ def layouts_with(
             f"{num_ranks} pipeline ranks of {degree} devices need a multiple of {num_ranks * degree} devices, got "
             f"{profile.cluster.num_devices}"
         )
-    together = np.concatenate([loads[module] for module in spread])
+    spread_loads = np.concatenate([loads[module] for module in spread])
     degrees_of = [
         sorted(set.intersection(*(set(profile.degrees_of(module)) for module in row)) & set(divisors_of(degree)))
         for row in rows
@@ -192,7 +249,7 @@ def layouts_with(
     for placement, degrees, rounds in product(placements, product(*degrees_of), _ROUNDS):
         for num_dedicated in range(1, num_ranks) if placement == DEDICATED else (0,):
             num_chunks = rounds * (num_ranks - num_dedicated)
-            if rounds > 1 and (num_chunks > len(together) or num_chunks == rounds):
+            if rounds > 1 and (num_chunks > len(spread_loads) or num_chunks == rounds):
                 continue
             in_front = 0.0
             if placement == FIRST:
@@ -210,7 +267,7 @@ def layouts_with(
             chain = Chain(
                 modules=tuple(spread),
                 num_layers=tuple(counts[module] for module in spread),
-                bounds=_cuts_behind(together, num_chunks, in_front),
+                bounds=_cuts_behind(spread_loads, num_chunks, in_front),
             )
             layouts.append(
                 Layout(
@@ -285,29 +342,19 @@ def schedule_parts(
     rules: Rules,
     budgets: Sequence[Column] | None = None,
     known: Known | None = None,
+    replicas: Sequence[Replica] | None = None,
+    settings: Sequence[Setting] | None = None,
 ) -> Scheduled:
-    """The shortest schedule of each replica over what the rules leave open, under activation budgets by device."""
-    replicas = replicas_of(profile, layout, known)
+    """The shortest schedule of each replica over what the rules leave open, or with the settings of an earlier one,
+    under activation budgets by device."""
+    if replicas is None:
+        refuse_weights(profile, layout)
+        replicas = replicas_of(profile, layout, known, rules.light_ends)
     if budgets is None:
         budgets = [activation_budgets(profile, layout, replica) for replica in replicas]
-    assigned, orders, settings = [], [], []
-    for replica, budget in zip(replicas, budgets, strict=True):
-        devices = assigned_parts(profile, layout, replica, rules.sequence_groups, rules.is_in_turn)
-        best: tuple[Order, tuple[int, int, int]] | None = None
-        # Every `ahead` with the first `lag`, the last of both, and the best `ahead` with the other `lag`.
-        pairs = [*((ahead, rules.lag[0]) for ahead in rules.ahead), (rules.ahead[-1], rules.lag[-1])]
-        for number in range(len(pairs) + len(rules.lag[1:])):
-            if number < len(pairs):
-                ahead, lag = pairs[number]
-            else:
-                ahead, lag = best[1][0] if best else rules.ahead[0], rules.lag[1 + number - len(pairs)]
-            if (ahead, lag) in pairs[:number]:
-                continue
-            passes = passes_of(profile, layout, replica, devices, ahead, lag)
-            for level in rules.levels:
-                order = ordered(passes, budget, level, _LEVELS)
-                if order is not None and (best is None or order.makespan_ns < best[0].makespan_ns):
-                    best = order, (ahead, lag, level)
+    taken = []
+    for number, (replica, budget) in enumerate(zip(replicas, budgets, strict=True)):
+        best = _best_order(profile, layout, replica, rules, budget, None if settings is None else settings[number])
         if best is None:
             needed = profile.cluster.kind.memory_bytes + 1
             raise DoesNotFitError(
@@ -315,55 +362,200 @@ def schedule_parts(
                 f"that the language model has in flight, even if all is recomputed",
                 needed,
             )
-        if any(degree > 1 for _, degree in devices):
-            # Level work is not always a short step: the devices of a sequence group wait for each other.
-            alone = assigned_parts(profile, layout, replica, False, rules.is_in_turn)
-            ahead, lag, level = best[1]
-            order = ordered(passes_of(profile, layout, replica, alone, ahead, lag), budget, level, _LEVELS)
-            if order is not None and order.makespan_ns < best[0].makespan_ns:
-                devices, best = alone, (order, best[1])
-        assigned.append(tuple(devices))
-        orders.append(best[0])
-        settings.append(best[1])
+        taken.append(best)
     return Scheduled(
         layout=layout,
         replicas=tuple(replicas),
-        assigned=tuple(assigned),
-        orders=tuple(orders),
-        settings=tuple(settings),
+        assigned=tuple(tuple(each.devices) for each in taken),
+        orders=tuple(each.order for each in taken),
+        settings=tuple(each.setting for each in taken),
     )
 
 
-def _fitting(profile: Profile, scheduled: Scheduled, planner: str, rules: Rules, options: PlanOptions) -> Plan:
-    """A plan of the schedule that fits with what is in flight between devices: budgets shrink by the excess from
-    attempt to attempt, as in planner `pipeline`."""
-    layout, limit = scheduled.layout, profile.cluster.kind.memory_bytes
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class _Trial:
+    """An order of a replica's passes, from which devices and settings it came, and which order's times parts were
+    assigned by."""
+
+    devices: list[tuple[int, int]]
+    order: Order
+    setting: Setting
+    seen: Seen | None
+
+
+def _best_order(
+    profile: Profile, layout: Layout, replica: Replica, rules: Rules, budget: Column, setting: Setting | None
+) -> _Trial | None:
+    """The shortest order over all that the rules leave open, or with one setting. From the best order of each number of
+    blocks on, parts are assigned again by how long passes take there, with what they recompute."""
+    num_microbatches = replica.batch.segments.num_microbatches
+    templates: dict[tuple[int, int], Template] = {}
+    assigned: dict[tuple[int, int, bool], list[tuple[int, int]]] = {}  # before any order was seen
+    best: _Trial | None = None
+
+    def attempt(setting: Setting, seen: Seen | None = None, groups: bool = rules.sequence_groups) -> _Trial | None:
+        nonlocal best
+        block = -(-num_microbatches // setting.num_blocks)
+        level_over = EVERYTHING if setting.num_blocks == EVERYTHING else block
+        place = level_over, setting.longest, groups
+        devices = assigned.get(place) if seen is None else None
+        if devices is None:
+            devices = assigned_parts(
+                profile, layout, replica, groups, rules.is_in_turn, level_over, seen, setting.longest
+            )
+        if seen is None:
+            assigned[place] = devices
+        key = setting.slack, setting.num_split
+        if key not in templates:
+            templates[key] = template_of(profile, layout, replica, *key)
+        passes = passes_of(layout, templates[key], devices, setting.ahead, setting.lag, block)
+        order = ordered(passes, budget, rules.levels, _LEVELS)
+        trial = None if order is None else _Trial(devices=devices, order=order, setting=setting, seen=seen)
+        if trial is not None and (best is None or trial.order.makespan_ns < best.order.makespan_ns):
+            best = trial
+        return trial
+
+    for num_split in rules.num_split:  # the next ones only where memory does not allow the first
+        for group in [[setting]] if setting is not None else _settings(rules, num_split, num_microbatches):
+            trials = [attempt(each) for each in group]
+            shortest = min((each for each in trials if each), key=lambda each: each.order.makespan_ns, default=None)
+            for _ in range(0 if rules.is_in_turn else rules.num_relevels):
+                if shortest is not None:
+                    shortest = attempt(shortest.setting, seen_in(replica, shortest.devices, shortest.order))
+        if best is not None or setting is not None:
+            break
+    if best is None:
+        return None
+    if setting is None:
+        for slack in rules.slack[1:]:
+            attempt(replace(best.setting, slack=slack), best.seen)
+        for num_split in rules.num_split[1:]:
+            attempt(replace(best.setting, num_split=num_split), best.seen)
+        for longest in rules.longest[1:]:
+            attempt(replace(best.setting, longest=longest), best.seen)
+    if any(degree > 1 for _, degree in best.devices):
+        # Level work is not always a short step: the devices of a sequence group wait for each other.
+        attempt(best.setting, seen_in(replica, best.devices, best.order), False)
+    return best
+
+
+def _settings(rules: Rules, num_split: int, num_microbatches: int) -> Iterator[list[Setting]]:
+    """All timings of parts, grouped by the number of blocks."""
+    for num_blocks in rules.num_blocks:
+        if 1 < num_blocks < EVERYTHING and num_blocks >= num_microbatches:
+            continue  # each microbatch is a block already, or there is one block
+        timings = list(product(rules.ahead, rules.lag))
+        yield [
+            Setting(
+                num_blocks=num_blocks,
+                ahead=ahead,
+                lag=lag,
+                slack=rules.slack[0],
+                num_split=num_split,
+                longest=rules.longest[0],
+            )
+            for ahead, lag in (timings[:1] if num_blocks == 1 else timings)
+        ]
+
+
+def _fitting(
+    profile: Profile, trial: Scheduled, planner: str, rules: Rules, options: PlanOptions
+) -> tuple[Plan, Scheduled]:
+    """A plan that fits with what is in flight between devices, and its schedule. A trial measures how much that is;
+    then budgets shrink by the excess from attempt to attempt, as in planner `pipeline`. Little less memory can make
+    another setting best, so the first attempts look at all."""
+    layout, limit = trial.layout, profile.cluster.kind.memory_bytes
     num_devices = layout.num_ranks * layout.tensor_degree
     owning_ranks = tuple(sorted(owning_ranks_in(profile.graph, layout).items()))
-    budgets = [activation_budgets(profile, layout, replica) for replica in scheduled.replicas]
-    for _ in range(_ATTEMPTS):
+    budgets = [activation_budgets(profile, layout, replica) for replica in trial.replicas]
+
+    def plan_of(scheduled: Scheduled) -> tuple[Plan, Column]:
+        """The plan of a schedule, and the peaks of all devices."""
         plan = plan_of_orders(profile, layout, planner, scheduled.replicas, scheduled.assigned, scheduled.orders)
         program = lower(plan, profile)
         timeline = simulate(program, profile)
-        plan = replace(plan, makespan_s=timeline.makespan_s)
         # A device holds the weights of its chains also in steps that do not use them there.
         owned = replace(program, owning_ranks=owning_ranks)
         peaks = np.maximum(timeline.peak_bytes(), posted_peaks(owned, profile, range(profile.cluster.num_devices)))
-        excess = (peaks - limit).reshape(layout.num_replicas, num_devices)
-        if excess.max() <= 0:
-            break
-        smaller = []
+        return replace(plan, makespan_s=timeline.makespan_s), peaks
+
+    def smaller(scheduled: Scheduled, peaks: Column) -> list[Column]:
+        """Budgets less what the peaks exceed memory by."""
+        excess, result = (peaks - limit).reshape(layout.num_replicas, num_devices), []
         for replica, budget, order in zip(scheduled.replicas, budgets, scheduled.orders, strict=True):
             over = excess[replica.number].reshape(layout.num_ranks, -1).max(axis=1).repeat(layout.tensor_degree)
             shrunk = np.minimum(budget, order.peak) - over - int(_MARGIN * limit)
-            smaller.append(np.where(over > 0, np.maximum(1, shrunk), budget))
-        budgets = smaller
-        scheduled = schedule_parts(profile, layout, rules, budgets)
+            result.append(np.where(over > 0, np.maximum(1, shrunk), budget))
+        return result
+
+    scheduled = trial
+    for attempt in range(_ATTEMPTS):
+        plan, peaks = plan_of(scheduled)
+        if peaks.max() <= limit and attempt:
+            break
+        budgets = smaller(scheduled, peaks)
+        settings = None if attempt < _SEARCHES else scheduled.settings
+        scheduled = schedule_parts(profile, layout, rules, budgets, replicas=trial.replicas, settings=settings)
     refuse_overfull(peaks, profile)
+    for _ in range(_ATTEMPTS if rules.may_search and (options.evaluations or 1) > 1 else 0):
+        searched = _searched(profile, scheduled, rules, budgets, options)
+        if searched is None:
+            break
+        other, peaks = plan_of(searched)
+        if peaks.max() <= limit:
+            plan, scheduled = min((plan, scheduled), (other, searched), key=lambda each: each[0].makespan_s)
+            break
+        budgets = smaller(searched, peaks)
     bound_s = options.bound_s
     if bound_s is None:
         bound_s = pipeline_bound_s([profile], layout.num_ranks)
-    return finished(plan, profile, bound_s)
+    return finished(plan, profile, bound_s, options.is_draft), scheduled
+
+
+def _searched(
+    profile: Profile, scheduled: Scheduled, rules: Rules, budgets: Sequence[Column], options: PlanOptions
+) -> Scheduled | None:
+    """The schedule with parts on other devices and at other times, as far as evaluations go, which replicas share
+    evenly. None if budgets allow no order any more."""
+    layout, assigned, orders = scheduled.layout, [], []
+    evaluations = (options.evaluations or 1) // len(scheduled.replicas)
+    limit_s = options.time_limit_s
+    ends = None if limit_s is None else time.monotonic() + limit_s
+    for replica, budget, devices, setting in zip(
+        scheduled.replicas, budgets, scheduled.assigned, scheduled.settings, strict=True
+    ):
+        template = template_of(profile, layout, replica, setting.slack, setting.num_split)
+        num_microbatches = replica.batch.segments.num_microbatches
+        block = -(-num_microbatches // setting.num_blocks)
+
+        def order_of(
+            devices: Devices,
+            shifts: Column,
+            template: Template = template,
+            setting: Setting = setting,
+            block: int = block,
+            budget: Column = budget,
+        ) -> Order | None:
+            passes = passes_of(layout, template, devices, setting.ahead, setting.lag, block)
+            if len(shifts):
+                passes = replace(passes, key=passes.key + shifts)
+            return ordered(passes, budget, rules.levels, _LEVELS)
+
+        result = searched_order(
+            [part.chain for part in replica.parts],
+            list(devices),
+            order_of,
+            len(template.first),
+            key_of_ns(template.makespan_ns // num_microbatches),
+            evaluations=evaluations,
+            seed=options.seed,
+            ends=ends,
+        )
+        if result is None:
+            return None
+        assigned.append(tuple(result[0]))
+        orders.append(result[1])
+    return replace(scheduled, assigned=tuple(assigned), orders=tuple(orders))
 
 
 def choose_colocation(
@@ -378,28 +570,35 @@ def choose_colocation(
     best of these against planner `pipeline` on `split_profiles`, by simulation. The optimizer is sharded where encoders
     stand whole, unless `shards_optimizer` decides."""
     system = SYSTEMS[planner]
-    ahead, lag = system.rules.ahead, system.rules.lag
-    rules = replace(system.rules, ahead=(ahead[0], *ahead[1:][-1:]), lag=(lag[0], *lag[1:][-1:]), levels=(_LEVELS, 0))
-    lengths: list[tuple[float, Profile, Layout]] = []
     refusals: list[DoesNotFitError] = []
     known: dict[tuple[int, str, int], float] = {}
     stages: Known = {}
     candidates = [
-        (_work_s(profile, layout, known), profile, layout)
+        (_LEAST_LOSS * _work_s(profile, layout, known), profile, layout)
         for profile in (part_profiles[:1] if system.whole_calls else part_profiles[1:])
         for layout in layouts_with(profile, num_ranks, system.placements, shards_optimizer is not False)
         if not system.whole_calls or all(chain.tensor_degree in (0, layout.tensor_degree) for chain in layout.chains)
     ]
-    for work_s, profile, layout in sorted(candidates, key=lambda candidate: candidate[0]):
-        if lengths and work_s >= min(length_s for length_s, _, _ in lengths):
-            break  # neither this one nor the others, which have more work, can be shorter
-        try:
-            lengths.append((schedule_parts(profile, layout, rules, known=stages).makespan_ns / NS, profile, layout))
-        except DoesNotFitError as error:
-            refusals.append(error)
-    lengths.sort(key=lambda entry: entry[0])
+    candidates.sort(key=lambda candidate: candidate[0])
+    for rules, near in ((_glance(system.rules), _FIRST_NEAR), (_first_look(system.rules), _NEAR)):
+        lengths: list[tuple[float, Profile, Layout]] = []
+        shortest_s = float("inf")
+        for least_s, profile, layout in candidates:
+            if least_s >= shortest_s:
+                continue
+            try:
+                length_s = schedule_parts(profile, layout, rules, known=stages).makespan_ns / NS
+            except DoesNotFitError as error:
+                refusals.append(error)
+                continue
+            lengths.append((length_s, profile, layout))
+            shortest_s = min(shortest_s, length_s)
+        if lengths:  # else more settings may fit
+            lengths.sort(key=lambda entry: entry[0])
+            close = [entry for entry in lengths if entry[0] <= near * shortest_s]
+            candidates = [(0.0, profile, layout) for _, profile, layout in close]
     finalists = [
-        (_simulated_s(planner, profile, layout), profile, layout) for _, profile, layout in lengths[:_NUM_FINALISTS]
+        (_simulated_s(planner, profile, layout), profile, layout) for _, profile, layout in candidates[:_NUM_FINALISTS]
     ]
     best = min(finalists, key=lambda entry: entry[0], default=None)
     if not system.may_spread and not part_profiles:
@@ -415,9 +614,44 @@ def choose_colocation(
                 return profile, layout
         except DoesNotFitError as error:
             refusals.append(error)
+    if best is None and not refusals:
+        raise PlanError(f"planner {planner!r}: {_why_no_layout(system, part_profiles[0].graph, num_ranks)}")
     if best is None:
         raise min(refusals, key=lambda refusal: refusal.needed_bytes)
     return best[1], best[2]
+
+
+def _why_no_layout(system: System, graph: MetaGraph, num_ranks: int) -> str:
+    if {op.module for op in graph.metaops} == {op.module for op in graph.metaops if op.items}:
+        return (
+            "all modules read items alone, and none is left to spread over the ranks; use another planner (wavefront)"
+        )
+    if num_ranks == 1 and system.placements == (DEDICATED,):
+        return (
+            "encoders need a rank that runs nothing else, and a pipeline of one rank has none; use more ranks, or "
+            "another planner (colocate)"
+        )
+    return "no layout has encoders at the tensor degree of the language model; use another planner (colocate)"
+
+
+def _first_look(rules: Rules) -> Rules:
+    """A few of what the rules leave open, for layouts beside each other."""
+    num_blocks, ahead, lag = rules.num_blocks, rules.ahead, rules.lag
+    return replace(
+        rules,
+        num_blocks=tuple(dict.fromkeys((num_blocks[0], num_blocks[len(num_blocks) // 2]))),
+        ahead=tuple(dict.fromkeys((ahead[0], ahead[-1]))),
+        lag=tuple(dict.fromkeys((lag[0], lag[-1]))),
+        slack=rules.slack[:1],
+        num_split=tuple(dict.fromkeys((rules.num_split[0], rules.num_split[-1]))),
+        longest=rules.longest[:2],
+        levels=(_LEVELS, 0),
+    )
+
+
+def _glance(rules: Rules) -> Rules:
+    """The first timings that the rules leave open, in two numbers of blocks: to tell hopeless layouts from others."""
+    return replace(_first_look(rules), ahead=rules.ahead[:1], lag=rules.lag[:1], num_relevels=0)
 
 
 def _work_s(profile: Profile, layout: Layout, known: dict[tuple[int, str, int], float]) -> float:
@@ -455,7 +689,7 @@ def _simulated_s(planner: str, profile: Profile, layout: Layout) -> float:
 def compare_placements(part_profiles: Sequence[Profile], num_ranks: int) -> list[tuple[str, float | None, str]]:
     """Every placement and tensor degree of encoders: in words, the seconds of its shortest schedule over sizes of parts
     and numbers of chunks, or None and why it does not fit."""
-    rules = replace(SYSTEMS["colocate"].rules, ahead=(1,), lag=(2,), levels=(_LEVELS, 0))
+    rules = replace(_glance(SYSTEMS["colocate"].rules), num_blocks=(EVERYTHING,))
     best: dict[str, tuple[float | None, str]] = {}
     stages: Known = {}
     for profile in part_profiles[1:]:

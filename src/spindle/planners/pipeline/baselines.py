@@ -1,13 +1,14 @@
-"""Baselines for pipelines, tuned: the same batch in the orders of other systems, under the same memory.
+"""Tuned baselines: the same batch in the orders of other systems, under the same memory.
 
-Every baseline is tuned by simulation over how often chains pass the ranks (virtual stages), over cuts by parameters (as
-Megatron-LM cuts) and by time (as nnScaler does), over the order of microbatches and over recomputation. All of these
-are timed as columns of numbers, which takes some 10 to 80 ms each; the best two become plans. As in these systems,
-stages keep the same activations for every microbatch: the most that fits on each rank.
+Every baseline is tuned by simulation over the number of virtual stages (how often chains pass the ranks), over cuts by
+parameters (as in Megatron-LM) and by time (as in nnScaler), over the order of microbatches and over recomputation. All
+of these are timed as columns of numbers, which takes 10 to 80 ms each; the best two become plans. As in these systems,
+stages keep the same activations for every microbatch: as many as fit on each rank.
 
-Where stages keep less than all they need for weight gradients, `zb-h1` is 1F1B: what is recomputed for the gradients of
-inputs would have to stay until then, so that nothing is saved. `optimus` is coarse, without sub-microbatches; where its
-encoders run too far ahead for the memory there is, they are let in by the gate of planner `pipeline`.
+If stages recompute anything, `zb-h1` is 1F1B: activations recomputed for input gradients would have to stay until the
+weight gradients, so recomputation would save no memory. `optimus` is its coarse-grained variant, without
+sub-microbatches; if its encoders run too far ahead for the available memory, the gate of planner `pipeline` holds them
+back.
 """
 
 from __future__ import annotations
@@ -31,9 +32,9 @@ from spindle.planners.pipeline.segments import Column, Segments, table_of
 from spindle.planners.pipeline.stages import Batch, batches_of
 from spindle.profile import Profile
 
-LEVELS = 8  # of frugality, from what keeps least to what keeps all
-_NUM_LAYOUTS = 4  # the best, chosen on a batch that stands for all
-_NUM_PLANS, _NEARLY = 2, 1.01  # at most so many settings become plans, if nearly as short as the best
+LEVELS = 8  # levels of memory choices: 0 keeps the least activations, LEVELS keeps all
+_NUM_LAYOUTS = 4  # layouts that are kept, chosen on a representative batch
+_NUM_PLANS, _NEARLY = 2, 1.01  # the number of settings that become plans, if within this factor of the best
 _COARSE_LEVELS, _FINE_LEVELS = (0, LEVELS // 2, LEVELS), tuple(range(0, LEVELS + 1, 2))
 
 NATURAL, FALLING, RISING = "natural", "falling", "rising"  # orders of microbatches: as they come, or by their work
@@ -43,14 +44,14 @@ _ORDER_TEXT = {
     RISING: "microbatches sorted, shortest first",
 }
 
-Order = Callable[[Segments, Column], Schedule]  # of segments, under the activation budget of each rank
+Order = Callable[[Segments, Column], Schedule]  # (segments, activation budget of each rank) → schedule
 OrderFor = Callable[[Profile, Layout, Batch], Order]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Baseline:
-    """A system: the layouts it may have on a number of pipeline ranks, the orders of microbatches that it is tuned
-    over, and its order of passes on a layout."""
+    """A baseline: the layouts it may have on a number of pipeline ranks, its order of passes on a layout, and the
+    orders of microbatches that it is tuned over."""
 
     description: str
     layouts: Callable[[Profile, int], list[Layout]]
@@ -82,7 +83,7 @@ def plan_baseline(planner: str, profile: Profile, options: PlanOptions, progress
 
 
 def baseline_layouts(planner: str, profile: Profile, num_ranks: int) -> tuple[Layout, ...]:
-    """The best layouts of a baseline, best first, tuned on a batch that stands for all."""
+    """The best layouts of a baseline, best first, tuned on a representative batch."""
     baseline = BASELINES[planner]
     layouts = {layout.chains: layout for layout in reversed(baseline.layouts(profile, num_ranks))}
     if not layouts:
@@ -94,7 +95,7 @@ def baseline_layouts(planner: str, profile: Profile, num_ranks: int) -> tuple[La
 def _ranking(
     baseline: Baseline, profile: Profile, layouts: Sequence[Layout], microbatch_orders: Sequence[str]
 ) -> list[tuple[int, Layout, str]]:
-    """Settings that fit, with the length of their schedules, shortest first."""
+    """Settings (layout, order of microbatches) that fit, with the length of their schedules, shortest first."""
     ranking: list[tuple[int, Layout, str]] = []
     refusals: list[DoesNotFitError] = []
     for layout in layouts:
@@ -126,7 +127,7 @@ def plan_in_order(
     microbatch_order: str = NATURAL,
     bound_s: float | None = None,
 ) -> Plan:
-    """Make the plan of a layout and an order in which all microbatches keep activations alike."""
+    """The plan of a layout and an order of passes, with the same memory choices for all microbatches."""
     batches = batches_of(profile, layout)
     schedules = _schedules(profile, layout, order_for, batches, microbatch_order)
     return fitting_plan(profile, layout, planner, batches, schedules, bound_s)
@@ -140,7 +141,7 @@ def _schedules(
     microbatch_order: str,
     levels: Sequence[int] = _FINE_LEVELS,
 ) -> Callable[[Sequence[Column], bool], list[Schedule]]:
-    """What schedules the replicas of a layout under activation budgets."""
+    """The function that schedules the replicas of a layout under given activation budgets, for `fitting_plan`."""
     ordered = [with_microbatches_in(batch, microbatch_order) for batch in batches]
 
     def schedules(activation_budgets: Sequence[Column], is_trial: bool) -> list[Schedule]:
@@ -153,7 +154,7 @@ def _schedules(
 
 
 def with_microbatches_in(batch: Batch, microbatch_order: str) -> Batch:
-    """The batch with its microbatches numbered anew; by work (time of all passes), which FLOPs stand for elsewhere."""
+    """The batch with its microbatches renumbered by work: the time of all passes, where other systems count FLOPs."""
     if microbatch_order == NATURAL:
         return batch
     segments = batch.segments
@@ -180,7 +181,7 @@ def _mixed_layouts(profile: Profile, num_ranks: int, rounds: Sequence[int]) -> l
 
 
 def _optimus_layouts(profile: Profile, num_ranks: int) -> list[Layout]:
-    """Every module cut by itself; encoders and backbone pass the ranks up to four times."""
+    """Layouts with every module cut by itself; encoders and backbone pass the ranks up to four times."""
     backbone = _backbone_of(layer_loads(profile))
     _refuse_without_encoders(profile, backbone)
     layouts = []
@@ -194,12 +195,13 @@ def _optimus_layouts(profile: Profile, num_ranks: int) -> list[Layout]:
 
 
 def _backbone_of(modules: Mapping[str, object]) -> str:
-    """The last module of the flow, into which all others feed."""
+    """The last module of the flow, which all others feed."""
     return list(modules)[-1]
 
 
 def _refuse_without_encoders(profile: Profile, backbone: str) -> None:
-    """Optimus fills the bubbles of a backbone that every microbatch calls once, and that holds most of the weights."""
+    """Raise a DoesNotFitError if Optimus does not apply: its backbone must be called once by every microbatch and hold
+    most of the weights."""
     calls = [op.task for op in profile.graph.metaops if op.module == backbone and op.first_layer == 0]
     elements = {module: float(loads.sum()) for module, loads in layer_loads(profile, "parameters").items()}
     if sorted(calls) != sorted(profile.graph.tasks) or 2 * elements[backbone] < sum(elements.values()):
@@ -211,7 +213,7 @@ def _refuse_without_encoders(profile: Profile, backbone: str) -> None:
 
 
 def _in_turn(profile: Profile, layout: Layout, batch: Batch) -> Order:
-    """1F1B, or interleaved 1F1B where chains pass the ranks more than once."""
+    """1F1B, or interleaved 1F1B if chains pass the ranks more than once."""
     is_plain = all(layout.rounds_of(chain) == 1 for chain in layout.chains)
     return lambda segments, activation_budget: (one_forward_one_backward if is_plain else interleaved)(segments)
 
@@ -225,7 +227,7 @@ def _zero_bubble_where_kept(profile: Profile, layout: Layout, batch: Batch) -> O
 
 
 def _in_bubbles(profile: Profile, layout: Layout, batch: Batch) -> Order:
-    """The backbone in its own order, encoders where ranks would be idle."""
+    """The backbone in its own order, and encoders where ranks would be idle."""
     backbone = layout.chains[-1].modules[-1]
     is_backbone = np.array(
         [
@@ -286,8 +288,8 @@ BASELINES: Mapping[str, Baseline] = {
 def kept_alike(
     segments: Segments, order: Order, activation_budget: Column, levels: Sequence[int] = _FINE_LEVELS
 ) -> Schedule:
-    """The order of passes with the fastest memory choices that fit, the same for every microbatch; each rank by
-    itself. Orders are made with the choices of some levels of frugality."""
+    """The best schedule with the same memory choices for every microbatch: the fastest that fit, for each rank by
+    itself. The order of passes is made with the memory choices of each of `levels`."""
     schedules: list[Schedule] = []
     least: Schedule | None = None
     table = table_of(segments)
@@ -298,7 +300,7 @@ def kept_alike(
         if (schedule.peak > activation_budget).any():
             continue
         schedules.append(retime(segments, schedule.pair, schedule.kind, choice, table))
-        # The order stands; ranks with memory to spare keep more.
+        # With the order fixed, ranks with memory to spare keep more.
         mixed = choice.copy()
         for more in range(level + 1, LEVELS + 1):
             _, richer = from_level(segments, more)
@@ -310,15 +312,15 @@ def kept_alike(
         rank = int(np.argmax(least.peak - activation_budget))
         needed, budget = int(least.peak[rank]), int(activation_budget[rank])
         raise DoesNotFitError(
-            f"pipeline rank {rank} would keep {needed:,} bytes of activations, and has a budget of {budget:,}, even if "
-            "all is recomputed",
+            f"pipeline rank {rank} would keep {needed:,} bytes of activations even if all layers are recomputed, and "
+            f"has a budget of {budget:,}",
             needed,
         )
     return min(schedules, key=lambda schedule: schedule.makespan_ns)
 
 
 def from_level(segments: Segments, level: int) -> tuple[Segments, Column]:
-    """Segments whose stages begin with a choice of this level, and which one that is of all their choices."""
+    """The segments without memory choices below a level, and the choice of that level for each stage."""
     count = segments.choice_count
     dropped = (count - 1) * level // LEVELS
     width = segments.choice_memory.shape[1]

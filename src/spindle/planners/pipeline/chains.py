@@ -1,8 +1,8 @@
 """Which layers are on which pipeline rank: chosen once, before training, and kept for every batch.
 
 A chain is one module, or several in a row, cut into P·K chunks of consecutive layers; chunk c is on rank c mod P,
-so that a chain passes all ranks K times. Modules that are cut by themselves (DIP §4.1) put a part of each module onto
-every rank; one chain through all modules is how pipelines are cut elsewhere.
+so that a chain passes all ranks K times. With a chain for each module (DIP §4.1), every rank has a part of each module;
+other systems cut one chain through all modules.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ Loads = NDArray[np.float64]
 
 
 def layout_of(profile: Profile, num_ranks: int, chains: Sequence[Chain], shards_optimizer: bool = False) -> Layout:
-    """Chains on the devices of a profile."""
+    """The layout of these chains on the devices of a profile."""
     degree = tensor_degree_of(profile)
     num_replicas, rest = divmod(profile.cluster.num_devices, num_ranks * degree)
     if num_replicas < 1 or rest:
@@ -39,7 +39,7 @@ def layout_of(profile: Profile, num_ranks: int, chains: Sequence[Chain], shards_
 
 
 def tensor_degree_of(profile: Profile) -> int:
-    """The one tensor degree that all ops of a pipeline have, apart from parts, which may have another."""
+    """The tensor degree that all ops of a pipeline have in common; parts may have another one."""
     degrees = sorted(
         {
             curve.tensor_degree
@@ -59,11 +59,11 @@ def pipeline_ranks_of(profile: Profile, options: PlanOptions) -> int:
 
 
 def layer_counts(graph: MetaGraph) -> dict[str, int]:
-    """Layers of each module, in a topological order of the flows of all tasks.
+    """The number of layers of each module, in a topological order of the flows of all tasks.
 
-    Flows between modules may form a cycle: two tasks call modules in opposite orders, or a task calls one again behind
-    another. The next module is the one that needs the fewest of those left, so cycles come before what they feed, and
-    only flows inside a cycle may go backward. Ties go by the order of the graph.
+    Flows between modules may form a cycle: two tasks call modules in opposite orders, or a task calls a module again
+    after another. The next module is always the one that needs the fewest of those left, so the modules of a cycle come
+    before those that they feed, and only flows inside a cycle may go backward. Ties go by the order of the graph.
     """
     counts: dict[str, int] = {}
     for position in graph.order:
@@ -81,7 +81,7 @@ def layer_counts(graph: MetaGraph) -> dict[str, int]:
 
 
 def _feeders(graph: MetaGraph) -> dict[str, set[str]]:
-    """By module: the other modules whose outputs its calls read, in any task."""
+    """Module → the other modules whose outputs its calls read, in any task."""
     feeders: dict[str, set[str]] = {module: set() for module in graph.modules}
     for producer, consumer in graph.edges:
         source, target = graph.metaops[producer].module, graph.metaops[consumer].module
@@ -93,7 +93,7 @@ def _feeders(graph: MetaGraph) -> dict[str, set[str]]:
 
 
 def _num_needed(module: str, feeders: Mapping[str, set[str]], among: Collection[str]) -> int:
-    """How many of some modules a module needs, directly or not, itself included."""
+    """How many of the modules `among` a module needs, directly or through others, itself included."""
     needed, pending = {module}, [module]
     while pending:
         new = feeders[pending.pop()].intersection(among) - needed
@@ -103,7 +103,7 @@ def _num_needed(module: str, feeders: Mapping[str, set[str]], among: Collection[
 
 
 def layer_loads(profile: Profile, weight_of: str = "time") -> dict[str, Loads]:
-    """The load of each layer of each module over all calls of a batch: seconds, or number of parameters."""
+    """The load of each layer of each module, over all calls of a batch: seconds, or number of parameters."""
     setting, graph = profile.default_setting, profile.graph
     loads = {module: np.zeros(count) for module, count in layer_counts(graph).items()}
     seen: set[tuple[str, int]] = set()
@@ -123,8 +123,8 @@ def layer_loads(profile: Profile, weight_of: str = "time") -> dict[str, Loads]:
 
 
 def modules_in_rows(graph: MetaGraph) -> list[tuple[str, ...]]:
-    """Modules, each by itself, but for those of one layer that others feed (a loss): they stand behind the last of
-    these, where what they read is made."""
+    """Modules grouped into rows. Each is a row of its own, except modules of one layer that others feed (a loss): these
+    are appended to the row of the last module that feeds them, where their input is produced."""
     counts, feeders = layer_counts(graph), _feeders(graph)
     calls: dict[tuple[str, str], set[str]] = {}
     for op in graph.metaops:
@@ -133,7 +133,7 @@ def modules_in_rows(graph: MetaGraph) -> list[tuple[str, ...]]:
     row_of: dict[str, list[str]] = {}
     for module in counts:
         before = [feeder for feeder in row_of if feeder in feeders[module]]
-        # Where the feeder is called several times for a microbatch, there is no one place behind it.
+        # If the feeder is called several times for a microbatch, there is no single place after it.
         if counts[module] == 1 and before and most[module] == most[before[-1]] == 1:
             row_of[module] = row_of[before[-1]]
         else:
@@ -144,16 +144,16 @@ def modules_in_rows(graph: MetaGraph) -> list[tuple[str, ...]]:
 
 def mixed_chain(loads: Mapping[str, Loads], num_chunks: int) -> Chain:
     """One chain through all modules, cut so that its heaviest chunk is as light as possible."""
-    together = np.concatenate(list(loads.values()))
+    all_loads = np.concatenate(list(loads.values()))
     counts = tuple(map(len, loads.values()))
-    return Chain(modules=tuple(loads), num_layers=counts, bounds=lightest_cuts(together, num_chunks))
+    return Chain(modules=tuple(loads), num_layers=counts, bounds=lightest_cuts(all_loads, num_chunks))
 
 
 def lightest_cuts(loads: Loads, num_chunks: int) -> tuple[int, ...]:
     """Cut layers into `num_chunks` consecutive chunks whose heaviest is as light as possible, and the others as even as
     that allows.
 
-    By halving the weight that a chunk may have; then the other chunks are cut as close to their share as it allows.
+    Bisection over the largest weight of a chunk; then the chunks are cut as close to equal shares as it allows.
     """
     ends = np.concatenate([[0.0], np.cumsum(loads)])
     low, high = max(float(loads.max(initial=0.0)), ends[-1] / num_chunks), float(ends[-1])
@@ -164,7 +164,7 @@ def lightest_cuts(loads: Loads, num_chunks: int) -> tuple[int, ...]:
         else:
             low = middle
     most = high * (1 + 1e-12)
-    # From behind: the last place at which each cut can stand so that the rest still fits.
+    # From the end: the earliest position of each cut from which the remaining layers still fit into its chunks.
     latest = [len(loads)]
     for _ in range(num_chunks - 1):
         latest.append(int(np.searchsorted(ends, ends[latest[-1]] - most - 1e-30)))
@@ -181,7 +181,7 @@ def lightest_cuts(loads: Loads, num_chunks: int) -> tuple[int, ...]:
 
 
 def _fill(ends: Loads, most: float) -> list[int]:
-    """Cuts when every chunk takes as many layers as may weigh `most`."""
+    """Cuts such that every chunk takes as many layers as fit into the weight `most`."""
     cuts = [0]
     while cuts[-1] < len(ends) - 1:
         cuts.append(int(np.searchsorted(ends, ends[cuts[-1]] + most * (1 + 1e-12), side="right")) - 1)
@@ -191,20 +191,20 @@ def _fill(ends: Loads, most: float) -> list[int]:
 def separate_chains(
     loads: Mapping[str, Loads], rounds: Mapping[str, int], num_ranks: int, rows: Sequence[tuple[str, ...]] = ()
 ) -> tuple[Chain, ...]:
-    """A chain for each module, or each row of them, passing all ranks as often as `rounds` say of the first, so that
-    ranks have as equal work as can be.
+    """A chain for each module, or each row of modules, with work as equal as possible between ranks. A chain passes all
+    ranks as often as `rounds` says for its first module.
 
-    Each chain is cut by itself first; then cuts move by a layer as long as that makes the heaviest rank lighter, or
-    keeps it and makes chunks of a chain more equal.
+    Each chain is first cut by itself; then cuts move by a layer as long as that makes the heaviest rank lighter, or
+    keeps it as it is and makes the chunks of a chain more equal.
     """
-    together = {
+    load_of_row = {
         row: np.concatenate([loads[module] for module in row]) for row in rows or [(module,) for module in loads]
     }
     chains: dict[tuple[str, ...], list[int]] = {}
-    for row, load in together.items():
+    for row, load in load_of_row.items():
         num_chunks = min(rounds[row[0]], max(1, len(load) // num_ranks)) * num_ranks
         chains[row] = list(lightest_cuts(load, num_chunks))
-    ends = {row: np.concatenate([[0.0], np.cumsum(load)]) for row, load in together.items()}
+    ends = {row: np.concatenate([[0.0], np.cumsum(load)]) for row, load in load_of_row.items()}
 
     def weights() -> tuple[float, float]:
         ranks = np.zeros(num_ranks)

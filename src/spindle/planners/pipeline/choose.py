@@ -1,8 +1,8 @@
 """Choose the sizes of sub-microbatches and the placement of chunks, once, by simulation of a representative batch.
 
-DIP takes the smallest sub-microbatches at 95 % of the best efficiency, and lets each module pass the ranks as often as
-its time asks (§4.1). Here these are candidates among others: smaller sub-microbatches leave more freedom to the
-schedule, larger ones take less work, and which of the two is worth more depends on the batch and on memory.
+DIP takes the smallest sub-microbatches with 95 % of the best efficiency, and lets each module pass the ranks in
+proportion to its time (§4.1). Here these are candidates among others: smaller sub-microbatches leave more freedom to
+the schedule, larger ones run faster, and which matters more depends on the batch and on memory.
 """
 
 from __future__ import annotations
@@ -16,19 +16,21 @@ from spindle.errors import DoesNotFitError
 from spindle.planners.options import Layout
 from spindle.planners.pipeline.chains import layer_counts, layer_loads, layout_of, modules_in_rows, separate_chains
 from spindle.planners.pipeline.search import search
-from spindle.planners.pipeline.stages import NS, batches_of
+from spindle.planners.pipeline.stage_costs import NS
+from spindle.planners.pipeline.stages import batches_of
 from spindle.profile import Profile
 
-_FACTORS = (1, 2, 3, 4)  # of the natural rounds
-_ROUNDS = (1, 2, 3, 4)  # the same for all modules
+_FACTORS = (1, 2, 3, 4)  # candidates: `natural_rounds` times a factor
+_ROUNDS = (1, 2, 3, 4)  # candidates: the same number of rounds for all modules
 _FIRST_EVALUATIONS, _FINAL_EVALUATIONS = 32, 256
 _NUM_FINALISTS = 6
-_NEARLY = 1.003  # as short: fewer chunks are searched faster
+_NEARLY = 1.003  # within this factor of the shortest, prefer fewer chunks: they are searched faster
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Candidate:
-    """A way to split microbatches (by its profile) and a layout; no step is shorter than the fullest rank's work."""
+    """A split of microbatches (which the profile has) and a layout. `work_s` is the work of the fullest rank: no step
+    is shorter."""
 
     profile: Profile
     layout: Layout
@@ -38,16 +40,16 @@ class Candidate:
 def choose_layout(
     profiles: Sequence[Profile], num_ranks: int, shards_optimizer: bool = False
 ) -> tuple[Profile, Layout]:
-    """Choose among profiles of one batch, which differ in how microbatches are split, and among layouts.
+    """Choose a layout, and one of several profiles of a batch that differ in how microbatches are split.
 
-    All are searched for a moment, those with least work first and none whose work alone is longer than what was found
-    before; the best few are searched longer. With `shards_optimizer`, replicas share the optimizer state.
+    Each gets a short search, those with the least work first, and none whose work alone takes longer than the best
+    schedule so far; the best few get a longer search. With `shards_optimizer`, replicas share the optimizer state.
     """
-    different = {profile.graph.fingerprint: profile for profile in reversed(profiles)}  # the first of equal ones
+    unique = {profile.graph.fingerprint: profile for profile in reversed(profiles)}  # the first of equal ones
     candidates = [
-        candidate for profile in different.values() for candidate in _candidates(profile, num_ranks, shards_optimizer)
+        candidate for profile in unique.values() for candidate in _candidates(profile, num_ranks, shards_optimizer)
     ]
-    lengths: list[tuple[float, int, Candidate]] = []  # seconds, pairs
+    lengths: list[tuple[float, int, Candidate]] = []  # seconds of the step, number of pairs
     refusals: list[DoesNotFitError] = []
     for candidate in sorted(candidates, key=lambda candidate: candidate.work_s):
         if lengths and candidate.work_s >= min(length_s for length_s, _, _ in lengths):
@@ -74,7 +76,7 @@ def pipeline_layout(profile: Profile, num_ranks: int, shards_optimizer: bool = F
 
 
 def _searched(candidate: Candidate, evaluations: int) -> tuple[float, int]:
-    """The length of the best schedule after this many evaluations, and its number of pairs."""
+    """The length in seconds of the best schedule after this many evaluations, and its number of pairs."""
     batches = batches_of(candidate.profile, candidate.layout)
     results = [search(batch.segments, batch.activation_budget, evaluations=evaluations) for batch in batches]
     makespan_ns = max(result.schedule.makespan_ns for result in results)
@@ -82,7 +84,7 @@ def _searched(candidate: Candidate, evaluations: int) -> tuple[float, int]:
 
 
 def _candidates(profile: Profile, num_ranks: int, shards_optimizer: bool) -> list[Candidate]:
-    """Layouts with each module cut by itself, that pass the ranks more or less often."""
+    """Layouts with each module cut by itself, which differ in how often chains pass the ranks."""
     loads, natural, rows = layer_loads(profile), natural_rounds(profile), modules_in_rows(profile.graph)
     rounds = [{module: factor * count for module, count in natural.items()} for factor in _FACTORS]
     rounds += [dict.fromkeys(natural, count) for count in _ROUNDS]
@@ -102,8 +104,8 @@ def _candidates(profile: Profile, num_ranks: int, shards_optimizer: bool) -> lis
 
 
 def natural_rounds(profile: Profile) -> dict[str, int]:
-    """How often each module passes all ranks: as many times as its longest call takes the shortest module's (DIP §4.1,
-    K = floor(T / T_1)). Modules of one layer, which cannot be spread, do not count."""
+    """How often each module passes all ranks: K = floor(T / T_1), where T is the time of its longest call and T_1 that
+    of the shortest module (DIP §4.1). Modules of one layer, which cannot be spread, do not count for T_1."""
     setting = profile.default_setting
     times: dict[str, dict[tuple[str, str], float]] = {}
     for position, op in enumerate(profile.graph.metaops):

@@ -1,7 +1,7 @@
-"""How long does a step take with this order of priorities? One evaluation of the search, compiled.
+"""One evaluation of the search, compiled: the makespan of an order of priorities.
 
-An order is a permutation of tokens, one per group and direction (2 * group + direction), highest priority first. It is
-interleaved with the times and memory of a *base* (a memory choice for every stage, and a gate); where the base leaves
+An order is a permutation of tokens, one per group and direction (2 * group + direction), highest priority first. Passes
+are interleaved with the times and memory of a *base* (a memory choice for every stage, and a gate); if the base leaves
 room under the caps, memory choices are upgraded and the passes timed again.
 """
 
@@ -18,7 +18,9 @@ from spindle.planners.pipeline.memory import choices_of, choose_memory, fastest_
 from spindle.planners.pipeline.retime import retime_passes, stage_columns
 from spindle.planners.pipeline.segments import Column, Segments, table_of
 
-# What an evaluation reads. Bases are stacked: [base, n, P].
+_NUM_LEVELS = 4  # bases between the leanest choices and the fastest
+
+# The inputs of an evaluation. Bases are stacked: [base, n, P].
 Load = namedtuple(
     "Load",
     [
@@ -27,7 +29,7 @@ Load = namedtuple(
         "weight_ns",
         "caps",
         "base_gate",  # [base]
-        "base_upgrades",  # [base]: is there a faster choice than the base's for any stage?
+        "base_upgrades",  # [base]: whether any stage has a faster choice than the base's
         "base_forward",
         "base_backward",
         "base_memory",
@@ -36,7 +38,7 @@ Load = namedtuple(
     ],
 )
 
-# What an evaluation writes; the last one's schedule stays there.
+# The outputs of an evaluation; the schedule of the last one stays there.
 Scratch = namedtuple(
     "Scratch",
     [
@@ -113,7 +115,7 @@ def scratch_of(segments: Segments) -> Scratch:
 
 
 def load_of(segments: Segments, caps: Column, bases: list[tuple[int, Column]]) -> Load:
-    """All that evaluations under these caps read; bases are (gate, memory choices)."""
+    """The inputs of evaluations under these caps; bases are (gate, memory choices)."""
     columns = [stage_columns(segments, choice) for _, choice in bases]
     fastest = fastest_choices(segments)
     time = segments.choice_forward_ns + segments.choice_backward_ns
@@ -136,16 +138,16 @@ def load_of(segments: Segments, caps: Column, bases: list[tuple[int, Column]]) -
     )
 
 
-def bases_of(segments: Segments, caps: Column, num_levels: int = 4) -> list[tuple[int, Column]]:
-    """Bases that fit: the leanest choices that take no more time than the fastest (what is offloaded for nothing), and
-    from the leanest choices to the fastest, in equal steps of memory; each under the safe gate, and the leanest also
-    under plain admission. Where all fits at once, the fastest choices without a gate, alone."""
+def bases_of(segments: Segments, caps: Column) -> list[tuple[int, Column]]:
+    """The bases that fit under the caps: memory choices from the leanest to the fastest in equal steps of memory, and
+    the leanest choices that are as fast as the fastest (which offload at no cost), each under the safe gate; and the
+    leanest choices under admission. If everything fits at once, only the fastest choices without a gate."""
     fastest = fastest_choices(segments)
     everything = segments.choice_memory[segments.choice_of, fastest].sum(axis=0)
     if (everything <= caps).all():
         return [(NONE, fastest)]
     lean = np.zeros_like(fastest)
-    levels = [_level(segments, fastest, level / max(num_levels - 1, 1)) for level in range(num_levels)]
+    levels = [_level(segments, fastest, level / (_NUM_LEVELS - 1)) for level in range(_NUM_LEVELS)]
     bases: list[tuple[int, Column]] = []
     for choice in (levels[0], _leanest_at_no_cost(segments), *levels[1:]):
         fits = (least_caps_of(segments, choice) <= caps).all()
@@ -157,8 +159,8 @@ def bases_of(segments: Segments, caps: Column, num_levels: int = 4) -> list[tupl
 
 
 def _leanest_at_no_cost(segments: Segments) -> Column:
-    """Per stage the leanest choice that is as fast as the fastest, but for the nanosecond by which keeping everything
-    is made to win ties. [n, P]"""
+    """The leanest choice of each stage that is as fast as the fastest, apart from the nanosecond that is added to
+    offloading so that keeping everything wins ties. [n, P]"""
     time = segments.choice_forward_ns + segments.choice_backward_ns
     unused = np.arange(time.shape[1]) >= segments.choice_count[:, None]
     time = np.where(unused, np.iinfo(np.int64).max, time)
@@ -167,16 +169,17 @@ def _leanest_at_no_cost(segments: Segments) -> Column:
 
 
 def least_caps_of(segments: Segments, choice: Column) -> Column:
-    """What `least_caps` of the safe gate would be with other memory choices than the leanest."""
+    """`least_caps` of the safe gate with these memory choices instead of the leanest."""
     table = table_of(segments)
     memory = segments.choice_memory[segments.choice_of, choice]
     signs = np.where(table.serial_direction == 0, 1, -1)[:, None]
-    # Every microbatch ends with nothing held, so one sum runs over all of them.
+    # A microbatch that has ended holds nothing, so one cumulative sum runs through all microbatches.
     return np.asarray(np.cumsum(signs * memory[table.serial_pair], axis=0).max(axis=0), dtype=np.int64)
 
 
 def _level(segments: Segments, fastest: Column, share: float) -> Column:
-    """Per stage its fastest choice with at most this share of the memory between the leanest and the fastest."""
+    """The fastest choice of each stage with at most this share of the memory between its leanest and its fastest
+    choice. [n, P]"""
     if share == 1:
         return fastest
     time = segments.choice_forward_ns + segments.choice_backward_ns
@@ -189,7 +192,7 @@ def _level(segments: Segments, fastest: Column, share: float) -> Column:
 
 
 def starting_orders(segments: Segments) -> list[Column]:
-    """Orders worth a first look: natural; microbatches by falling, by rising and by alternating work."""
+    """Orders to evaluate first: natural; then microbatches by decreasing, increasing and alternating work."""
     natural = np.argsort(-natural_priorities(segments).reshape(-1), kind="stable")
     microbatch_of = np.zeros(segments.num_groups, dtype=np.int64)
     microbatch_of[segments.group] = segments.microbatch
@@ -204,7 +207,4 @@ def starting_orders(segments: Segments) -> list[Column]:
         place = np.empty_like(ranking)
         place[ranking] = np.arange(len(ranking))
         orders.append(natural[np.argsort(place[microbatch_of[natural >> 1]], kind="stable")])
-    # Backwards of what was encoded last come first again: the mirror of the natural order.
-    forwards, backwards = natural[natural % 2 == 0], natural[natural % 2 == 1]
-    orders.append(np.concatenate([forwards, backwards]))
     return [np.ascontiguousarray(order.astype(np.int64)) for order in orders]

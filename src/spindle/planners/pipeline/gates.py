@@ -1,16 +1,16 @@
-"""Which forwards does memory allow? Gates of the interleaving.
+"""Gates of the interleaving: which forwards does memory allow?
 
-The paper's, `HARD` (a forward runs only if it fits), deadlocks: forwards of many microbatches fill a rank
-before any of them can turn around. It is here for golden values only. The others never do, if `least_caps` fit:
+The gate of the paper, `HARD` (a forward runs only if it fits), deadlocks: forwards of many microbatches fill a rank
+before any of them can turn around. It is here for golden values only. The others never deadlock, if `least_caps` fit:
 
-- `ADMISSION` reserves, before the first forward of a microbatch, memory for all its pairs on every rank, until its last
-  backward. An admitted microbatch is never held, so it ends, and its memory returns.
-- `SAFE` is the banker's rule: a forward runs if afterwards all microbatches that hold memory can still end one after
-  another, in some order, each by its serial passes (`Table`). Proof: let x be the first in that order. The next of its
-  serial passes is ready or will be, for the passes before it are done. If it is a backward, nothing holds it. If it is
-  a forward, the same order still works after it, so it is allowed. So as long as passes are left, one can run. A
-  microbatch that holds nothing can always come last, for it alone fits. Frees count from when the backward is placed:
-  what a rank holds depends on that rank's order alone.
+- `ADMISSION` reserves memory for all pairs of a microbatch on every rank, from before its first forward until its last
+  backward. An admitted microbatch is never blocked, so it ends, and its memory is freed.
+- `SAFE` is the banker's algorithm: a forward runs if afterwards all microbatches that hold memory can still end one
+  after another, in some order, each by its serial passes (`Table`). Proof: let x be the first in that order. The next
+  of its serial passes is ready or will be, because the passes before it are done. If it is a backward, nothing blocks
+  it. If it is a forward, the same order still works after it, so it is allowed. So as long as passes are left, one can
+  run. A microbatch that holds nothing can always come last, because it fits alone. Memory counts as freed once the
+  backward is placed: what a rank holds depends on that rank's order alone.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ UNLIMITED = np.int64(2**62)
 
 @njit(cache=True, nogil=True)
 def need_of(table, memory, is_started, is_ended, microbatch, rank):
-    """How much more than now a microbatch holds at most on a rank, if it ends by its serial passes."""
+    """How much more memory than now a microbatch needs at most on a rank, if it ends by its serial passes."""
     running = 0
     most = 0
     for entry in range(table.serial_starts[microbatch], table.serial_starts[microbatch + 1]):
@@ -44,11 +44,11 @@ def need_of(table, memory, is_started, is_ended, microbatch, rank):
 
 @njit(cache=True, nogil=True)
 def is_safe_state(free, held, need, microbatch, rank, order, place, left, work):
-    """Is there an order in which all microbatches that hold memory can end, after a forward of one on a rank?
+    """Whether, after a forward of a microbatch on a rank, all microbatches that hold memory can end in some order.
 
-    `order` is such an order from before that forward (its length stands in its last entry), `place` who stands where in
-    it, or -1; both are kept up to date. The forward takes memory on its rank alone, and only from those that end before
-    its microbatch, so mostly the old order still works. `left`, `work` are scratch."""
+    `order` is such an order from before that forward (its last entry is its length), and `place` the position of each
+    microbatch in it, or -1; both are updated. The forward takes memory on its rank alone, and only from microbatches
+    that end before its own, so usually the old order still works. `left` and `work` are scratch."""
     if free[rank] < 0:
         return False
     num_microbatches, ranks = held.shape
@@ -69,7 +69,7 @@ def is_safe_state(free, held, need, microbatch, rank, order, place, left, work):
             place[microbatch] = length
             order[num_microbatches] += 1
         return True
-    # Another order, from the start.
+    # Search for another order, from the start.
     num_left = 0
     for holder in range(num_microbatches):
         for each_rank in range(ranks):
@@ -111,7 +111,7 @@ def is_safe_state(free, held, need, microbatch, rank, order, place, left, work):
 
 
 def least_caps(segments: Segments, gate: int = SAFE) -> Column:
-    """Per rank, the smallest memory under which a gate lets every microbatch through, with the leanest choices."""
+    """The smallest memory of each rank under which a gate lets every microbatch through, with the leanest choices."""
     if gate not in (ADMISSION, SAFE):
         return np.zeros(segments.num_ranks, dtype=np.int64)
     peaks = footprints(segments) if gate == ADMISSION else serial_peaks(segments)
@@ -119,14 +119,14 @@ def least_caps(segments: Segments, gate: int = SAFE) -> Column:
 
 
 def check_fits(segments: Segments, caps: Column, gate: int = SAFE) -> None:
-    """Refuses caps under which one microbatch alone does not fit, with the smallest that would do."""
+    """Raise a DoesNotFitError if one microbatch alone does not fit under the caps; it names the smallest that do."""
     least = least_caps(segments, gate)
     short = np.flatnonzero(least > caps)
     if len(short):
         rank = int(short[np.argmax((least - caps)[short])])
         raise DoesNotFitError(
             f"rank {rank} may hold {int(caps[rank]):,} bytes of activations, but one microbatch alone needs "
-            f"{int(least[rank]):,} there; the smallest limits that would do, by rank: {least.tolist()}",
+            f"{int(least[rank]):,} there; the smallest sufficient limits, by rank: {least.tolist()}",
             needed_bytes=int(least[rank]),
         )
 

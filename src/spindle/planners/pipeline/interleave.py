@@ -1,12 +1,12 @@
-"""Which pass next on each rank? Dual-queue interleaving of segments under given priorities (PipeWeaver §4.2), compiled.
+"""Dual-queue interleaving: choose the next pass on each rank, under given priorities (PipeWeaver §4.2), compiled.
 
-Every rank has a queue of forwards and one of backwards. The rank that can start soonest goes next; with both queues
-ready it alternates between them, otherwise it takes what starts first, and then what has the highest priority.
+Every rank has a queue of forwards and one of backwards. The rank that can start soonest goes next. If both its queues
+are ready, it alternates between them; otherwise it takes the pass that can start first, ties by highest priority.
 
-Where the paper is silent: a pass is ready at `<=` the end of the last one; ranks go by max(end of the last pass, first
-start), lowest number on ties; passes by (max(start, end of the last pass), priority, start, pair number); hops and
-wraps count as time before a pass may start. Times are as early as the order allows: `retime` of it gives the same.
-Memory gates: `gates`.
+What the paper leaves open: a pass is ready if its start is `<=` the end of the last pass; ranks are ordered by max(end
+of the last pass, first start), then by number; passes by (max(start, end of the last pass), priority, start, pair
+number); hops and wraps count as time before a pass may start. Times are as early as the order allows: `retime` of the
+order gives the same. Memory gates are in `gates`.
 """
 
 from __future__ import annotations
@@ -28,25 +28,25 @@ from spindle.planners.pipeline.gates import (
     limits_of,
     need_of,
 )
-from spindle.planners.pipeline.segments import Column, Segments, Table, table_of
+from spindle.planners.pipeline.segments import Column, Segments, table_of
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Schedule:
-    """Per rank, its passes in order. Rows are filled with pair -1 at the end where ranks have different counts."""
+    """The passes of each rank in order. Rows are padded with pair -1 if ranks have different numbers of passes."""
 
     pair: Column  # [P, passes]
     kind: Column  # [P, passes]: FORWARD, BACKWARD, INPUT or WEIGHT
     start_ns: Column  # [P, passes]
     end_ns: Column
-    peak: Column  # [P]: most memory held at once
+    peak: Column  # [P]: the most memory held at once
     makespan_ns: int
-    choice: Column | None = None  # [n, P]: the memory choices taken, where they are not the leanest
+    choice: Column | None = None  # [n, P]: the memory choices; None: the leanest
 
 
 @njit(inline="always")
 def _comes_first(at, priority, pair, rival_at, rival_priority, rival_pair, last):
-    """Is the first of two ready passes the one to take? By (max(start, last), -priority, start, pair)."""
+    """Whether the first of two ready passes comes before its rival, by (max(start, last), -priority, start, pair)."""
     start = max(at, last)
     rival_start = max(rival_at, last)
     if start != rival_start:
@@ -60,7 +60,7 @@ def _comes_first(at, priority, pair, rival_at, rival_priority, rival_pair, last)
 
 @njit(inline="always")
 def _can_be_admitted(reserved, footprint, caps, microbatch):
-    """ADMISSION: is there room on every rank for all pairs of one more microbatch?"""
+    """For ADMISSION: whether every rank has room for all pairs of one more microbatch."""
     fits = True
     for rank in range(caps.size):
         if reserved[rank] + footprint[microbatch, rank] > caps[rank]:
@@ -73,39 +73,39 @@ def _can_be_admitted(reserved, footprint, caps, microbatch):
 def interleave_passes(
     table, forward_ns, backward_ns, memory, priority, caps, gate, order_pair, order_kind, start_ns, end_ns, peak
 ):
-    """Fills the order of each rank with its times and peaks. Returns the makespan, or -1 for a deadlock (`HARD`).
+    """Fill the order of each rank, with times and peaks. Returns the makespan, or -1 for a deadlock (`HARD`).
 
-    A list scheduler that places one pass at a time: (1) keep the best entry of each rank's two queues, among those that
-    the gate allows; (2) take the rank that can start soonest, and one of its queues; (3) account for the memory of the
-    pass, where the SAFE gate may still refuse it; (4) append it to the rank's order; (5) put what it makes ready into
-    queues: the same pair on the next rank, or at an end of the pipeline the pairs that wait for this one.
+    A list scheduler that places one pass at a time: (1) update the best entry of each rank's two queues, among those
+    that the gate allows; (2) take the rank that can start soonest, and one of its queues; (3) account for the memory of
+    the pass, which the SAFE gate may still refuse; (4) append it to the rank's order; (5) enqueue the passes that it
+    makes ready: the same pair on the next rank, or at an end of the pipeline the pairs that wait for this one.
 
-    One function on purpose: a function for each phase, even inlined, has references to its arrays counted at every
-    pass, and is 5 to 10 % slower.
+    This is one function on purpose: with a function for each phase, even inlined, references to its arrays are counted
+    at every pass, which is 5 to 10 % slower.
     """
     pairs, ranks = forward_ns.shape
     num_microbatches = table.serial_starts.size - 1
-    # By rank and direction: entries that are ready or will be, in no order, from when on, and which is the best.
+    # By rank and direction: unordered entries that are ready or will be, their start times, their number, and the best.
     queue = np.empty((ranks, 2, pairs), np.int64)
     queue_at = np.empty((ranks, 2, pairs), np.int64)
     count = np.zeros((ranks, 2), np.int64)
     best = np.full((ranks, 2), -1, np.int64)
-    # By rank: the end of its last pass, and of which direction that was; passes so far; memory held.
+    # By rank: the end and the direction of its last pass, the number of passes so far, and the memory held.
     last = np.zeros(ranks, np.int64)
     last_kind = np.ones(ranks, np.int64)
     num_passes = np.zeros(ranks, np.int64)
     live = np.zeros(ranks, np.int64)
-    # By pair: how many neighbours it still waits for in each direction, and the latest of those that are done.
+    # By pair: how many neighbours it still waits for in each direction, and the latest time at which one was done.
     waits_forward = np.empty(pairs, np.int64)
     waits_backward = np.empty(pairs, np.int64)
     ready_forward = np.zeros(pairs, np.int64)
     ready_backward = np.zeros(pairs, np.int64)
-    # ADMISSION: what is reserved, and how many backwards on rank 0 a microbatch still has.
+    # ADMISSION: reserved memory by rank, and the number of backwards on rank 0 that each microbatch still has.
     reserved = np.zeros(ranks, np.int64)
     is_admitted = np.zeros(num_microbatches, np.bool_)
     num_left = np.zeros(num_microbatches, np.int64)
     footprint = np.zeros((num_microbatches, ranks), np.int64)
-    # SAFE: a forward that was refused is asked again only when another answer is possible (`epoch`).
+    # SAFE: a refused forward is tried again only once the answer may have changed (`epoch`).
     safe_pairs = pairs if gate == SAFE else 0
     is_started = np.zeros((safe_pairs, ranks), np.bool_)
     is_ended = np.zeros((safe_pairs, ranks), np.bool_)
@@ -122,7 +122,7 @@ def interleave_passes(
     work_scratch = np.empty(ranks, np.int64)
     epoch = np.zeros(ranks, np.int64)
 
-    # What can start at once: pairs without predecessors, on rank 0.
+    # Passes that can start immediately: pairs without predecessors, on rank 0.
     for pair in range(pairs):
         microbatch = table.microbatch[pair]
         num_left[microbatch] += 1
@@ -150,8 +150,8 @@ def interleave_passes(
     placed = 0
     makespan = 0
     while placed < 2 * pairs * ranks:
-        # (1) Best entry of each queue of the rank that changed; with `rescan` also of those with refused forwards.
-        # Other ranks have kept theirs up to date in (5).
+        # (1) Find the best entry of both queues of the rank that changed; with `rescan`, also of ranks with refused
+        # forwards. Those of other ranks were updated in (5).
         for rank in range(ranks):
             if rank != changed and not (rescan and has_refused[rank]):
                 continue
@@ -171,8 +171,8 @@ def interleave_passes(
                         elif live[rank] + memory[pair, rank] > caps[rank]:
                             continue
                         elif gate == SAFE:
-                            # Where one pair ends a microbatch, a forward that takes as much as a refused one of the
-                            # same microbatch would be refused, too.
+                            # If one pair ends the microbatch, a forward that takes at least as much memory as a refused
+                            # one of the same microbatch would be refused, too.
                             microbatch = table.microbatch[pair]
                             if refused[pair, rank] == epoch[rank] or (
                                 refused_epoch[microbatch, rank] == epoch[rank]
@@ -194,8 +194,8 @@ def interleave_passes(
                         chosen_priority = entry_priority
                 best[rank, direction] = chosen
 
-        # (2) The pass: the rank that can start soonest, and one of its queues: in turn where both are ready when the
-        # last pass ends, else what comes first.
+        # (2) Take the rank that can start soonest, and one of its queues: they alternate if both are ready when the
+        # last pass ends; otherwise, the pass that can start first.
         rank = -1
         soonest = UNLIMITED
         for candidate in range(ranks):
@@ -235,7 +235,7 @@ def interleave_passes(
         microbatch = table.microbatch[pair]
         start = max(last[rank], queue_at[rank, direction, entry])
 
-        # (3) Memory: a forward takes, a backward frees. What the banker's rule refuses stays in its queue.
+        # (3) Memory: a forward takes it, a backward frees it. A pass that the SAFE gate refuses stays in its queue.
         changed = rank
         rescan = False
         if direction == 0:
@@ -244,7 +244,8 @@ def interleave_passes(
                 is_started[pair, rank] = True
                 held[microbatch, rank] += memory[pair, rank]
                 free[rank] -= memory[pair, rank]
-                # Where one pair ends a microbatch, no backward comes before all forwards: what it needs is a sum.
+                # If one pair ends the microbatch, no backward comes before all its forwards, so its need is a sum, from
+                # which this forward is subtracted.
                 need[microbatch, rank] -= memory[pair, rank]
                 if not table.has_one_end[microbatch]:
                     need[microbatch, rank] = need_of(table, memory, is_started, is_ended, microbatch, rank)
@@ -258,8 +259,8 @@ def interleave_passes(
                         refused_epoch[microbatch, rank] = epoch[rank]
                         refused_size[microbatch, rank] = memory[pair, rank]
                     continue
-                # Serving a microbatch takes from what is free as much as from what it needs, so it allows nothing new
-                # to others, until it needs no more on this rank.
+                # A forward reduces the free memory by as much as the microbatch's need, so it cannot make room for
+                # others until the microbatch needs no more on this rank.
                 if not table.has_one_end[microbatch]:
                     epoch += 1
                     rescan = True
@@ -277,20 +278,20 @@ def interleave_passes(
                 is_ended[pair, rank] = True
                 held[microbatch, rank] -= memory[pair, rank]
                 free[rank] += memory[pair, rank]
-                # What a microbatch that needs no more will free is counted already.
+                # With one end, the microbatch needs no more by now, and its memory was already counted as available.
                 if not table.has_one_end[microbatch]:
                     need[microbatch, rank] = need_of(table, memory, is_started, is_ended, microbatch, rank)
                     epoch += 1
                     rescan = True
             elif rank == 0:
-                # Rank 0 comes last in every backward, and it alone begins microbatches: it cannot start one earlier
-                # than this pass ends, so the release needs no time of its own.
+                # Every backward ends on rank 0, which alone starts microbatches, none before this pass ends. So the
+                # release needs no time of its own.
                 num_left[microbatch] -= 1
                 if num_left[microbatch] == 0 and gate == ADMISSION:
                     for each in range(ranks):
                         reserved[each] -= footprint[microbatch, each]
 
-        # (4) The pass takes its place; the last entry of its queue takes the one that it leaves.
+        # (4) Append the pass to the rank's order, and fill its place in the queue with the last entry.
         count[rank, direction] -= 1
         queue[rank, direction, entry] = queue[rank, direction, count[rank, direction]]
         queue_at[rank, direction, entry] = queue_at[rank, direction, count[rank, direction]]
@@ -306,8 +307,8 @@ def interleave_passes(
         num_passes[rank] += 1
         placed += 1
 
-        # (5) What it makes ready: one entry on the next rank, or several on rank 0 or P-1, where edges [first, beyond)
-        # of the table are followed. Edge -1: a pair without successors turns around on rank P-1.
+        # (5) Enqueue what it makes ready: one entry on the next rank, or several on rank 0 or P-1, following edges
+        # [first, beyond) of the table. Edge -1: a pair without successors turns around on rank P-1.
         first = 0
         beyond = 1
         if direction == 0 and rank == ranks - 1:
@@ -353,7 +354,7 @@ def interleave_passes(
             queue[next_rank, next_direction, entry] = next_pair
             queue_at[next_rank, next_direction, entry] = at
             count[next_rank, next_direction] += 1
-            # Better than its queue's best so far? The gates that look at one rank alone are asked here, too.
+            # Update the best entry of its queue, as far as the gate allows it on this rank alone.
             is_gated = next_direction == 0 and gate % 2 == 1  # HARD or SAFE
             if is_gated and live[next_rank] + memory[next_pair, next_rank] > caps[next_rank]:
                 continue
@@ -372,7 +373,7 @@ def interleave_passes(
 
 
 def natural_priorities(segments: Segments) -> Column:
-    """Microbatch after microbatch; within one its groups forward, then backward in reverse. [groups, 2]"""
+    """Priorities by microbatch; within one, its groups in order forward, then in reverse backward. [groups, 2]"""
     microbatch_of = np.zeros(segments.num_groups, dtype=np.int64)
     microbatch_of[segments.group] = segments.microbatch
     order: list[tuple[int, int]] = []
@@ -390,9 +391,8 @@ def interleave(
     priority: Column | None = None,
     caps: Column | int | None = None,
     gate: int = SAFE,
-    table: Table | None = None,
 ) -> Schedule | None:
-    """The schedule of one order of priorities [groups, 2], larger first; None for a deadlock, which only `HARD` has."""
+    """The schedule for priorities [groups, 2], higher ones first; None for a deadlock, which only `HARD` can have."""
     limits = limits_of(segments, caps)
     if caps is None:
         gate = NONE
@@ -404,7 +404,7 @@ def interleave(
     pair, kind, start, end = (np.full(shape, -1, dtype=np.int64) for _ in range(4))
     peak = np.zeros(segments.num_ranks, dtype=np.int64)
     makespan = interleave_passes(
-        table_of(segments) if table is None else table,
+        table_of(segments),
         segments.forward_ns.copy(),
         segments.backward_ns.copy(),
         segments.memory.copy(),

@@ -1,12 +1,12 @@
-"""Which memory choice for each stage, with the order of passes fixed? (PipeWeaver §4.3.)
+"""Memory choices of each stage for a fixed order of passes (PipeWeaver §4.3).
 
-Per rank: from a base on, upgrades by most time saved per extra memory, as long as what is held at the start of every
-pair stays under the rank's cap. What is live then depends on the rank's order alone, so it stays under the cap when
-times change. A solver takes 10 to 100 ms here; this greedy came within 2 % of it (reference document, 2.3).
+Greedy, for each rank: starting from a base, upgrade stages in the order of most time saved per extra memory, as long as
+the memory held at the start of every pair stays under the rank's cap. This memory depends on the rank's order alone, so
+it stays under the cap when times change. A solver takes 10 to 100 ms here; the greedy algorithm came within 2 % of it.
 
 The upgrades of a stage are the corners of the convex hull of its choices. Their gains fall along the hull, so one
-sorted list serves every order, and a sweep over it is the greedy. A last sweep takes choices inside the hull that
-still fit.
+sorted list serves every order, and one sweep over it is the greedy algorithm. A second sweep takes choices inside the
+hull that still fit.
 """
 
 from __future__ import annotations
@@ -16,16 +16,14 @@ from collections import namedtuple
 import numpy as np
 
 from spindle.jit import njit
-from spindle.planners.pipeline.interleave import Schedule
-from spindle.planners.pipeline.retime import retime
 from spindle.planners.pipeline.segments import BACKWARD, FORWARD, WEIGHT, Column, Segments
 
-# All that the compiled choice needs: tables of choices, and per rank its upgrades by falling gain.
+# The inputs of `choose_memory`: tables of choices, and the upgrades of each rank by falling gain.
 Choices = namedtuple("Choices", ["of", "forward_ns", "backward_ns", "memory", "count", "starts", "pair", "to"])
 
 
 def choices_of(segments: Segments) -> Choices:
-    """Tables of memory choices, with sorted upgrades."""
+    """The tables of memory choices of segments, with sorted upgrades."""
     time = segments.choice_forward_ns + segments.choice_backward_ns
     steps_of_row = [
         _hull_steps(time[row, :count].tolist(), segments.choice_memory[row, :count].tolist())
@@ -55,7 +53,7 @@ def choices_of(segments: Segments) -> Choices:
 
 
 def _hull_steps(times: list[int], sizes: list[int]) -> list[tuple[float, int]]:
-    """Upgrades (time saved per extra memory, choice) along the lower hull, from the leanest choice on."""
+    """Upgrades along the lower hull, starting from the leanest choice: (time saved per extra memory, choice)."""
     steps: list[tuple[float, int]] = []
     current = 0
     while True:
@@ -72,14 +70,15 @@ def _hull_steps(times: list[int], sizes: list[int]) -> list[tuple[float, int]]:
 
 @njit(cache=True, nogil=True)
 def choose_memory(choices, order_pair, order_kind, caps, choice):
-    """Upgrades `choice` [n, P] in place. False if it does not fit even as given."""
+    """Upgrade `choice` [n, P] in place. Returns False if it does not fit even as given."""
     pairs, ranks = choice.shape
     length = order_pair.shape[1]
     used = np.empty(pairs, np.int64)
     first = np.empty(pairs, np.int64)
     beyond = np.empty(pairs, np.int64)
     for rank in range(ranks):
-        # What is held when the k-th forward starts; a pair is live from forward `first` to before forward `beyond`.
+        # The memory held when the k-th forward starts. A pair is live from forward `first` until before forward
+        # `beyond`.
         count = 0
         live = 0
         for position in range(length):
@@ -136,18 +135,8 @@ def _fits(used, first, beyond, most):
 
 
 def fastest_choices(segments: Segments) -> Column:
-    """Per stage its fastest choice, the leanest of those. [n, P]"""
+    """The fastest choice of each stage; the leanest one of equally fast choices. [n, P]"""
     time = segments.choice_forward_ns + segments.choice_backward_ns
     unused = np.arange(time.shape[1]) >= segments.choice_count[:, None]
     fastest = np.where(unused, np.iinfo(np.int64).max, time).argmin(axis=1)
     return np.ascontiguousarray(fastest[segments.choice_of].astype(np.int64))
-
-
-def with_memory_choices(
-    segments: Segments, schedule: Schedule, caps: Column, base: Column | None = None
-) -> Schedule | None:
-    """The same orders with upgraded memory choices, timed again; None if they do not fit even with the base."""
-    choice = np.zeros((segments.num_pairs, segments.num_ranks), dtype=np.int64) if base is None else base.copy()
-    if not choose_memory(choices_of(segments), schedule.pair, schedule.kind, caps, choice):
-        return None
-    return retime(segments, schedule.pair, schedule.kind, choice)

@@ -1,4 +1,4 @@
-"""Annealing over orders: moves of single tokens and exchanges of microbatches, compiled.
+"""Simulated annealing over orders: moves of single tokens and exchanges of microbatches, compiled.
 
 The paper searches a tree (PipeWeaver §4.1); annealing alone is as good (experiments/LOG.md).
 """
@@ -12,34 +12,34 @@ from spindle.planners.anneal import DONE, STOP
 from spindle.planners.piece_moves import random_below, random_share
 from spindle.planners.pipeline.evaluate import evaluate
 
-# Cumulative shares of the moves; single tokens have the rest.
+# Cumulative shares of the kinds of moves; the remaining share moves single tokens.
 EXCHANGE_BELOW = 0.2
 BASE_BELOW = 0.22
 
-# Mean jump of a token, counted in tokens of its direction; one jump in FAR goes anywhere.
+# Mean jump of a token, counted in tokens of its direction; a share FAR of the jumps goes anywhere.
 MEAN_JUMP = 4.0
 FAR = 0.3
 
 
 @njit(cache=True, nogil=True)
 def _exchange(load, order, place_of, state):
-    """Two microbatches change places, group by group, as far as both have groups."""
+    """Exchange the places of two microbatches, group by group, as far as both have groups."""
     microbatches = load.table.serial_starts.size - 1
-    one_microbatch = random_below(state, microbatches)
-    other_microbatch = random_below(state, microbatches)
-    if one_microbatch == other_microbatch:
+    first_microbatch = random_below(state, microbatches)
+    second_microbatch = random_below(state, microbatches)
+    if first_microbatch == second_microbatch:
         return
     tokens = order.size
     for place in range(tokens):
         place_of[order[place]] = place
-    # Last groups of both correspond: the language model, where only one has an encoder.
+    # Match groups from the last one: if only one of them has an encoder, their language models correspond.
     groups = tokens // 2
     first = groups - 1
     second = groups - 1
     while True:
-        while first >= 0 and load.microbatch_of[first] != one_microbatch:
+        while first >= 0 and load.microbatch_of[first] != first_microbatch:
             first -= 1
-        while second >= 0 and load.microbatch_of[second] != other_microbatch:
+        while second >= 0 and load.microbatch_of[second] != second_microbatch:
             second -= 1
         if first < 0 or second < 0:
             return
@@ -54,7 +54,7 @@ def _exchange(load, order, place_of, state):
 
 @njit(cache=True, nogil=True)
 def _jump(order, state):
-    """A token passes some others of its direction: only among these does its priority matter."""
+    """Move a token past some others of its direction, the only ones that its priority is compared with."""
     tokens = order.size
     place = random_below(state, tokens)
     token = order[place]
@@ -77,8 +77,8 @@ def _jump(order, state):
 
 @njit(cache=True, nogil=True)
 def anneal_order(load, scratch, bound, seed, evaluations, hot, cold, control, best_order, best):
-    """Anneals from the best order known; `best_order` and `best` [makespan, base] are updated. Temperatures go from
-    `hot` to `cold`, as shares of the makespan. Returns (evaluations, makespan) of every improvement."""
+    """Anneal from the best known order; updates `best_order` and `best` [makespan, base]. Temperatures fall from `hot`
+    to `cold`, as shares of the makespan. Returns (evaluations, makespan) of every improvement."""
     state = np.array([seed * 2 + 1], np.uint64)
     for _ in range(16):
         random_share(state)
@@ -106,7 +106,8 @@ def anneal_order(load, scratch, bound, seed, evaluations, hot, cold, control, be
             _jump(order, state)
         value = evaluate(load, new_base, order, scratch)
         done += 1
-        # Metropolis: shorter ones are always accepted, longer ones the less likely the longer and the colder.
+        # Metropolis: shorter makespans are always accepted, longer ones with a probability that falls with the
+        # difference and with the temperature.
         if value <= makespan - np.log(1.0 - random_share(state)) * temperature * best[0]:
             makespan = value
             base = new_base

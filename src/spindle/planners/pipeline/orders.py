@@ -1,9 +1,9 @@
-"""Orders of passes that others use: 1F1B, interleaved 1F1B (Megatron VPP), ZB-H1, and encoders in bubbles (Optimus).
+"""Known orders of passes: 1F1B, interleaved 1F1B (Megatron VPP), ZB-H1, and encoders in bubbles (Optimus).
 
 Each gives the passes of every rank in order, timed by `retime`. All are free of deadlock for any segments: with several
-pairs per microbatch, text alone, fewer microbatches than ranks, or a number that ranks do not divide. Where a pattern
-from the literature would wait for itself there, its ranks run more forwards first, the fewest that will do. Where there
-is a choice, `caps` says how much a rank may hold (with the leanest memory choices).
+pairs per microbatch, text alone, fewer microbatches than ranks, or a number that ranks do not divide. If a pattern from
+the literature would deadlock there, its ranks run more forwards first, as few as possible. If there are several
+candidates, `caps` says how much memory a rank may hold (with the leanest memory choices).
 """
 
 from __future__ import annotations
@@ -18,15 +18,15 @@ from spindle.planners.pipeline.walk import Choose, Pass, Walk, soonest, walk_soo
 
 
 def one_forward_one_backward(segments: Segments) -> Schedule:
-    """1F1B: microbatch after microbatch; rank r runs P-1-r forwards, then a forward and a backward in turn."""
+    """1F1B: microbatch after microbatch; rank r runs P-1-r forwards, then alternates forwards and backwards."""
     return _patterned(segments, *_sequences(segments, 1), _first_warm_ups(segments, 1))
 
 
 def interleaved(segments: Segments, caps: Column | None = None) -> Schedule:
     """Interleaved 1F1B over chunks, as Megatron-LM orders its virtual stages.
 
-    As many microbatches as there are ranks pass the first chunk, then the next one. Where ranks do not divide their
-    number, which Megatron-LM refuses, some more may go together. The pairs of a microbatch are its chunks.
+    P microbatches pass the first chunk, then the second one, and so on. If P does not divide their number, which
+    Megatron-LM refuses, groups may be somewhat larger than P. The pairs of a microbatch are its chunks.
     """
     num_chunks = int(np.bincount(segments.microbatch).max())
     ranks, microbatches = segments.num_ranks, segments.num_microbatches
@@ -39,8 +39,9 @@ def interleaved(segments: Segments, caps: Column | None = None) -> Schedule:
 
 
 def zero_bubble(segments: Segments) -> Schedule:
-    """ZB-H1: backwards cut into input and weight passes; weight passes fill what would be bubbles, and no rank holds
-    more than the fullest one under 1F1B. The best of 1F1B cut in place and rules for when a weight pass fits."""
+    """ZB-H1: backwards are cut into input and weight passes; weight passes fill bubbles, and no rank holds more memory
+    than the fullest one under 1F1B. The best of several: 1F1B with cut backwards, and two rules for placing weight
+    passes, each under two memory limits."""
     plain = one_forward_one_backward(segments)
     table = table_of(segments)
     ranks = range(segments.num_ranks)
@@ -60,9 +61,10 @@ LANES = ((FORWARD,), (BACKWARD, INPUT), (WEIGHT,))
 
 
 def _filling(segments: Segments, most: Column, is_eager: bool) -> Choose:
-    """Forwards and inputs in turn; a weight pass where neither can start now, or where memory asks for one.
+    """The rule for placing weight passes: alternate forwards and input passes, and run a weight pass if neither can
+    start now, or if memory requires it.
 
-    Without `is_eager` a weight pass has to end before the next of the others could start."""
+    Unless `is_eager`, a weight pass has to end before the next forward or input pass could start."""
 
     def choose(walk: Walk, rank: int, starts: list[int | None]) -> int | None:
         forward, back, weight = starts
@@ -89,8 +91,8 @@ def _filling(segments: Segments, most: Column, is_eager: bool) -> Choose:
 
 
 def encoders_in_bubbles(segments: Segments, is_backbone: Column, caps: Column | None = None) -> Schedule:
-    """The backbone (a language model; `is_backbone` [n]) keeps its own (interleaved) 1F1B order and always goes first;
-    all other pairs run only where their rank would be idle (Optimus, coarse)."""
+    """Optimus, coarse-grained: the backbone (a language model; `is_backbone` [n]) keeps its own (interleaved) 1F1B
+    order and always has priority; all other pairs run only while their rank would be idle."""
     backbone = np.asarray(is_backbone, dtype=bool)
     table = table_of(segments)
     inside = _restricted(segments, backbone)
@@ -104,9 +106,9 @@ def encoders_in_bubbles(segments: Segments, is_backbone: Column, caps: Column | 
     ]
     columns = segments.forward_ns.copy(), segments.backward_ns.copy()
     candidates = []
-    for together in sorted({1, segments.num_ranks, segments.num_microbatches}):
+    for group_size in sorted({1, segments.num_ranks, segments.num_microbatches}):
         encoders = [
-            [pass_ for pass_ in sequence if not backbone[pass_[0]]] for sequence in _sequences(segments, together)
+            [pass_ for pass_ in sequence if not backbone[pass_[0]]] for sequence in _sequences(segments, group_size)
         ]
         for first, second in (encoders, encoders[::-1]):
             lane_pair, lane_kind = _lanes(own, first, second)
@@ -114,12 +116,12 @@ def encoders_in_bubbles(segments: Segments, is_backbone: Column, caps: Column | 
             if walk_soonest(table, *columns, lane_pair, lane_kind, pair, kind):
                 candidates.append(retime(segments, pair, kind, table=table))
     if not candidates:
-        raise PlanError("the order of the backbone waits for pairs outside of it that wait for the backbone")
+        raise PlanError("the backbone waits for modules outside of it that wait for the backbone")
     return _best(candidates, caps)
 
 
 def _best(candidates: list[Schedule], caps: Column | None) -> Schedule:
-    """The shortest that fits; where none does, the one that comes closest."""
+    """The shortest schedule that fits; if none does, the one with the smallest excess."""
 
     def excess(schedule: Schedule) -> int:
         return 0 if caps is None else max(0, int((schedule.peak - caps).max()))
@@ -128,8 +130,8 @@ def _best(candidates: list[Schedule], caps: Column | None) -> Schedule:
 
 
 def _lanes(own: list[list[Pass]], *shared: list[Pass]) -> tuple[Column, Column]:
-    """Pairs and kinds of the passes in each rank's lanes: its own, and those that all ranks share; filled up with pair
-    -1. [P, lanes, passes]"""
+    """Pairs and kinds of the passes in each rank's lanes: one of its own, and those that all ranks share; padded with
+    pair -1. [P, lanes, passes]"""
     length = max(map(len, [*own, *shared]))
     pair, kind = (np.full((len(own), 1 + len(shared), length), -1) for _ in range(2))
     for rank, passes in enumerate(own):
@@ -156,12 +158,13 @@ def _timed(segments: Segments, orders: list[list[Pass]], table: Table) -> Schedu
     pair, kind = np.full((len(orders), length), -1), np.zeros((len(orders), length), dtype=np.int64)
     for rank, order in enumerate(orders):
         pair[rank, : len(order)] = [number for number, _ in order]
-        kind[rank, : len(order)] = [of for _, of in order]
+        kind[rank, : len(order)] = [pass_kind for _, pass_kind in order]
     return retime(segments, pair, kind, table=table)
 
 
-def _sequences(segments: Segments, together: int) -> tuple[list[Pass], list[Pass]]:
-    """All forwards and all backwards in the order of every rank: `together` microbatches go chunk by chunk."""
+def _sequences(segments: Segments, group_size: int) -> tuple[list[Pass], list[Pass]]:
+    """All forwards and all backwards, in the order of every rank: each group of `group_size` microbatches passes one
+    chunk after another."""
     starts = segments.predecessor_starts
     pairs = range(segments.num_pairs)
     depth, height = [0] * len(pairs), [0] * len(pairs)
@@ -171,7 +174,7 @@ def _sequences(segments: Segments, together: int) -> tuple[list[Pass], list[Pass
     for pair in reversed(pairs):
         for predecessor in segments.predecessors[starts[pair] : starts[pair + 1]].tolist():
             height[predecessor] = max(height[predecessor], height[pair] + 1)
-    part = (segments.microbatch // together).tolist()
+    part = (segments.microbatch // group_size).tolist()
     microbatch = segments.microbatch.tolist()
     forwards = sorted(pairs, key=lambda pair: (part[pair], depth[pair], microbatch[pair], pair))
     backwards = sorted(pairs, key=lambda pair: (part[pair], height[pair], microbatch[pair], -pair))
@@ -179,7 +182,7 @@ def _sequences(segments: Segments, together: int) -> tuple[list[Pass], list[Pass
 
 
 def _first_warm_ups(segments: Segments, num_chunks: int, together: int = 1) -> list[int]:
-    """Forwards before the first backward, less the one that is its partner (Megatron-LM)."""
+    """The number of warm-up forwards of each rank, as in Megatron-LM: those before the first 1F1B pair."""
     ranks = segments.num_ranks
     if num_chunks == 1:
         return [ranks - 1 - rank for rank in range(ranks)]
@@ -187,17 +190,17 @@ def _first_warm_ups(segments: Segments, num_chunks: int, together: int = 1) -> l
 
 
 def _patterned(segments: Segments, forwards: list[Pass], backwards: list[Pass], warm_ups: list[int]) -> Schedule:
-    """Forwards of the warm-up, then a forward and a backward in turn, then the other backwards."""
+    """Warm-up forwards, then alternating forwards and backwards, then the remaining backwards."""
     table = table_of(segments)
     total = len(forwards)
 
-    def attempt(more: int) -> Schedule | None:
+    def attempt(num_extra: int) -> Schedule | None:
         orders = []
         for warm_up in warm_ups:
-            begun = min(warm_up + more, total)
-            order = forwards[:begun]
+            num_first = min(warm_up + num_extra, total)
+            order = forwards[:num_first]
             for place, backward in enumerate(backwards):
-                order += [*forwards[begun + place : begun + place + 1], backward]
+                order += [*forwards[num_first + place : num_first + place + 1], backward]
             orders.append(order)
         try:
             return _timed(segments, orders, table)
@@ -207,7 +210,7 @@ def _patterned(segments: Segments, forwards: list[Pass], backwards: list[Pass], 
     schedule = attempt(0)
     if schedule is not None:
         return schedule
-    # With all forwards first nothing waits for itself; the fewest that will do lie between.
+    # With all forwards first there is no deadlock: bisect for the smallest number of extra forwards without one.
     low, high = 1, total
     while low < high:
         middle = (low + high) // 2
@@ -221,7 +224,7 @@ def _patterned(segments: Segments, forwards: list[Pass], backwards: list[Pass], 
 
 
 def _restricted(segments: Segments, is_inside: Column) -> Segments:
-    """The segments of some pairs alone, microbatches and groups numbered anew."""
+    """The segments of the chosen pairs alone, with microbatches and groups renumbered."""
     numbers = np.flatnonzero(is_inside)
     place = np.full(segments.num_pairs, -1)
     place[numbers] = np.arange(len(numbers))

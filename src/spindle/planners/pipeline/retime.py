@@ -1,7 +1,7 @@
-"""When does each pass run, if every rank keeps its order? As soon as possible, compiled.
+"""Times of passes in a fixed order on each rank, each as early as possible, compiled.
 
-The same for interleaved orders, for orders whose stages got other memory choices, and for the orders of baselines,
-whose backwards may be cut into input and weight passes.
+Used for interleaved orders, for orders whose stages got other memory choices, and for the orders of baselines, whose
+backwards may be cut into input and weight passes.
 """
 
 from __future__ import annotations
@@ -31,9 +31,9 @@ def retime_passes(
     forward_end,
     back_end,
 ):
-    """Fills start, end and peaks. Returns the makespan, or -1 if the orders wait for each other.
+    """Fill start and end times, and peaks. Returns the makespan, or -1 for a deadlock.
 
-    `forward_end` and `back_end` [n, P] are scratch; `back_end` is when the gradient of a stage's input is there."""
+    `forward_end` and `back_end` [n, P] are scratch; `back_end` is when the gradient of a stage's input is complete."""
     ranks, length = order_pair.shape
     forward_end[:] = _UNKNOWN
     back_end[:] = _UNKNOWN
@@ -42,6 +42,7 @@ def retime_passes(
     live = np.zeros(ranks, np.int64)
     peak[:] = 0
     makespan = 0
+    # Run every rank as far as its inputs are there, until no rank moves: an end is known only once its pass is placed.
     is_moving = True
     while is_moving:
         is_moving = False
@@ -49,6 +50,8 @@ def retime_passes(
             while position[rank] < length and order_pair[rank, position[rank]] >= 0:
                 pair = order_pair[rank, position[rank]]
                 kind = order_kind[rank, position[rank]]
+                # When it can start: after the rank's last pass, and after its inputs on the neighbour, or, at an end of
+                # the pipeline, on the far end.
                 ready = last[rank]
                 is_ready = True
                 if kind == FORWARD:
@@ -78,6 +81,7 @@ def retime_passes(
                             ready = max(ready, before + table.successor_wrap[edge])
                 if not is_ready:
                     break
+                # Place it. A stage's memory is held from its forward to its weight gradients.
                 if kind == FORWARD:
                     end = ready + forward_ns[pair, rank]
                     forward_end[pair, rank] = end
@@ -100,7 +104,7 @@ def retime_passes(
                 position[rank] += 1
                 is_moving = True
     for rank in range(ranks):
-        if position[rank] < length and order_pair[rank, position[rank]] >= 0:
+        if position[rank] < length and order_pair[rank, position[rank]] >= 0:  # passes are left: a deadlock
             return -1
     return makespan
 
@@ -108,7 +112,7 @@ def retime_passes(
 def retime(
     segments: Segments, pair: Column, kind: Column, choice: Column | None = None, table: Table | None = None
 ) -> Schedule:
-    """The schedule of fixed orders [P, passes], filled with pair -1; memory choices [n, P], or the leanest."""
+    """The schedule of fixed orders [P, passes], padded with pair -1, with memory choices [n, P] (None: the leanest)."""
     order_pair, order_kind = (np.array(column, dtype=np.int64, order="C") for column in (pair, kind))
     _check_passes(segments, order_pair, order_kind)
     forward, backward, memory = stage_columns(segments, choice)
@@ -129,7 +133,7 @@ def retime(
         np.empty_like(forward),
     )
     if makespan < 0:
-        raise PlanError("these orders of passes wait for each other: no rank can go on")
+        raise PlanError("these orders of passes deadlock: every rank waits for another one")
     return Schedule(
         pair=order_pair,
         kind=order_kind,
@@ -142,7 +146,7 @@ def retime(
 
 
 def stage_columns(segments: Segments, choice: Column | None) -> tuple[Column, Column, Column]:
-    """Forward and backward times and memory of each stage under its memory choice, as columns that can be written."""
+    """Forward and backward times and memory of each stage under its memory choice, as writable columns."""
     if choice is None:
         return segments.forward_ns.copy(), segments.backward_ns.copy(), segments.memory.copy()
     tables = (segments.choice_forward_ns, segments.choice_backward_ns, segments.choice_memory)

@@ -1,8 +1,8 @@
-"""Which order of priorities gives the shortest step? Starting orders, then annealing.
+"""Search for the order of priorities with the shortest step: starting orders, then annealing.
 
-The natural order comes first, so there is a plan at any time. The budget counts evaluations and is split evenly and in
-advance among workers, each with its own seed; after each round all go on from the best of all. So the same
-seed, budget and number of workers give the same schedule, on any number of cores. A time limit only cuts.
+The natural order comes first, so there is a plan at any time. The budget counts evaluations and is split in advance and
+evenly among workers, each with its own seed; each round starts from the best order of all workers. So the same seed,
+budget and number of workers give the same schedule on any number of cores. A time limit only ends the search early.
 """
 
 from __future__ import annotations
@@ -30,16 +30,17 @@ from spindle.planners.pipeline.interleave import Schedule
 from spindle.planners.pipeline.moves import anneal_order
 from spindle.planners.pipeline.segments import Column, Segments
 
-# Shares of what is left after the starting orders, by round.
+# How rounds share the evaluations that are left after the starting orders.
 ROUNDS = (0.5, 0.5)
 
-# Temperatures of annealing at the beginning of each round and at its end, as shares of the makespan.
+# Temperatures of annealing at the start of each round, and at its end, as shares of the makespan.
 HOT = (0.02, 0.005)
 COLD = 0.0003
 
-# Between two looks at the clock.
+# Seconds between two looks at the clock.
 PATIENCE_S = 0.02
 
+_NUM_WORKERS = 2  # the same on every machine, because plans depend on it
 Progress = Callable[[int, int], None]  # evaluations done, best makespan so far
 
 
@@ -49,10 +50,7 @@ class SearchResult:
 
     schedule: Schedule  # with its memory choices
     bound_ns: int
-    natural_ns: int  # the natural order, on the best base
-    order: Column  # tokens (2 * group + direction), highest priority first
-    gate: int
-    base: Column  # [n, P]: memory choices that the order was interleaved with
+    natural_ns: int  # the makespan of the natural order, on its best base
     evaluations: int
     is_cut: bool  # by the time limit, before the budget was spent
     improvements: tuple[tuple[int, int], ...]  # (evaluations, makespan)
@@ -74,7 +72,6 @@ def search(
     *,
     evaluations: int = 10_000,
     seed: int = 0,
-    num_workers: int = 2,
     time_limit_s: float | None = None,
     progress: Progress | None = None,
 ) -> SearchResult:
@@ -87,9 +84,9 @@ def search(
     load = load_of(segments, limits, bases)
     best, done, improvements, natural = _start(segments, load, evaluations)
     budget, is_cut = evaluations - done, False
-    with ThreadPoolExecutor(max_workers=num_workers) as pool:
+    with ThreadPoolExecutor(max_workers=_NUM_WORKERS) as pool:
         for number, share in enumerate(ROUNDS):
-            per_worker = int(share * budget) // num_workers
+            per_worker = int(share * budget) // _NUM_WORKERS
             if per_worker < 1 or best.makespan <= bound or is_cut:
                 continue
             if number > 0:
@@ -97,14 +94,14 @@ def search(
                 load = load_of(segments, limits, bases)
             workers = [
                 _Worker(segments, load, bound, best, seed * 8191 + number * 127 + worker, per_worker, number)
-                for worker in range(num_workers)
+                for worker in range(_NUM_WORKERS)
             ]
             futures = [pool.submit(worker.run) for worker in workers]
             is_cut = _watch(futures, workers, began, time_limit_s, progress, done, best)
             for future in futures:
                 future.result()
             improvements += sorted(
-                (done + num_workers * count, makespan) for worker in workers for count, makespan in worker.record
+                (done + _NUM_WORKERS * count, makespan) for worker in workers for count, makespan in worker.record
             )
             done += sum(worker.done for worker in workers)
             winner = min(workers, key=lambda worker: int(worker.best[0]))
@@ -114,9 +111,6 @@ def search(
         schedule=_schedule(segments, load, best),
         bound_ns=bound,
         natural_ns=natural,
-        order=best.order,
-        gate=bases[best.base][0],
-        base=bases[best.base][1],
         evaluations=done,
         is_cut=is_cut,
         improvements=_falling(improvements),
@@ -124,7 +118,7 @@ def search(
 
 
 def _start(segments: Segments, load: Load, evaluations: int) -> tuple[_Best, int, list[tuple[int, int]], int]:
-    """The natural order on every base, then other starting orders, as far as the budget goes; one at least."""
+    """Evaluate the natural order on every base, then other starting orders, as far as the budget goes, at least one."""
     scratch = scratch_of(segments)
     best, done, natural = None, 0, 0
     improvements = []
@@ -144,7 +138,7 @@ def _start(segments: Segments, load: Load, evaluations: int) -> tuple[_Best, int
 
 
 class _Worker:
-    """One thread's part of a round."""
+    """The part of a round that one thread runs."""
 
     def __init__(
         self, segments: Segments, load: Load, bound: int, best: _Best, seed: int, evaluations: int, number: int
@@ -188,7 +182,7 @@ def _watch(
     done: int,
     best: _Best,
 ) -> bool:
-    """Wait for a round; ends it when the time limit is over, and returns whether it did."""
+    """Wait for a round, and end it at the time limit. Returns whether it was ended early."""
     if time_limit_s is None and progress is None:
         wait(futures)
         return False
@@ -207,7 +201,7 @@ def _watch(
 def _with_choice_of_best(
     segments: Segments, limits: Column, load: Load, bases: list[tuple[int, Column]], best: _Best
 ) -> list[tuple[int, Column]]:
-    """Bases, and one more: the memory choices that the best schedule ended with."""
+    """The bases, and one more with the memory choices of the best schedule."""
     scratch = scratch_of(segments)
     evaluate(load, best.base, best.order, scratch)
     is_new = not any((scratch.choice == choice).all() for _, choice in bases)
@@ -232,7 +226,7 @@ def _schedule(segments: Segments, load: Load, best: _Best) -> Schedule:
 
 
 def _falling(improvements: list[tuple[int, int]]) -> tuple[tuple[int, int], ...]:
-    """Those that improved on all before them."""
+    """Those that improved on all earlier ones."""
     falling: list[tuple[int, int]] = []
     for count, makespan in improvements:
         if not falling or makespan < falling[-1][1]:

@@ -1,8 +1,8 @@
-"""The work of one pipelined step as columns of numbers: what the search of planner `pipeline` works on.
+"""The work of one pipelined step as columns of numbers, on which the search of planner `pipeline` works.
 
-A *pair* is one chunk index of one module on one (sub-)microbatch: its forward segment passes ranks 0 to P-1, its
-backward segment ranks P-1 to 0. It knows no layers, bytes of parameters or devices; whole pairs come from a profile and
-become slots of a plan elsewhere.
+A *pair* is a (sub-)microbatch on one chunk of a module at every rank: its forward segment passes ranks 0 to P-1, its
+backward segment ranks P-1 to 0. Segments know no layers, parameters or devices; `stages` makes pairs from a profile,
+and slots of a plan from pairs.
 
 Pairs are numbered so that a predecessor comes before its successors. Within one microbatch, the forward of a pair on
 rank 0 waits for the forward of each predecessor on rank P-1, and the backward of a predecessor on rank P-1 waits for
@@ -22,30 +22,27 @@ from spindle.errors import WorkloadError
 
 Column = NDArray[np.int64]
 
-# Directions, and kinds of passes. A backward pass is whole, or cut into its input and its weight pass.
+# Directions, and kinds of passes. A backward pass is whole, or cut into an input pass and a weight pass.
 FORWARD, BACKWARD, INPUT, WEIGHT = 0, 1, 2, 3
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Segments:
-    """n pairs on P ranks. Times in nanoseconds; memory in bytes, or any whole unit.
-
-    Columns are kept as read-only copies.
-    """
+    """n pairs on P ranks. Times are in nanoseconds, memory in bytes or any other unit. Columns are read-only copies."""
 
     num_ranks: int
     microbatch: Column  # [n]
     group: Column  # [n]: (microbatch, modality); its forward and its backward have a priority each
     forward_ns: Column  # [n, P], with the leanest memory choice
     backward_ns: Column  # [n, P], input and weight part together
-    weight_ns: Column  # [n, P]: the part of backward_ns that makes weight gradients and may run later; 0: not split
+    weight_ns: Column  # [n, P]: the part of backward_ns for weight gradients, which may run later; 0: not split
     memory: Column  # [n, P]: held from the start of the forward to the end of the backward
     hop_ns: Column  # [n]: from one rank to the next, each direction
     predecessor_starts: Column  # [n + 1]: where each pair's predecessors begin
     predecessors: Column
     wrap_ns: Column  # aligned with `predecessors`: from rank P-1 to rank 0, each direction
     choice_of: Column  # [n, P]: row of the tables of memory choices
-    choice_forward_ns: Column  # [rows, S], by rising memory; entry 0 is what the columns above hold
+    choice_forward_ns: Column  # [rows, S], by increasing memory; the columns above have entry 0
     choice_backward_ns: Column
     choice_memory: Column
     choice_count: Column  # [rows]
@@ -128,43 +125,7 @@ class Segments:
             raise WorkloadError("segments: memory choices come by rising memory")
 
 
-def without_choices(
-    *,
-    microbatch: Column,
-    group: Column,
-    forward_ns: Column,
-    backward_ns: Column,
-    memory: Column,
-    weight_ns: Column | None = None,
-    predecessors: tuple[tuple[int, ...], ...] | list[list[int]],
-    hop_ns: int = 0,
-    wrap_ns: int = 0,
-) -> Segments:
-    """Segments whose stages have one memory choice each."""
-    forward_ns, backward_ns, memory = (np.asarray(column) for column in (forward_ns, backward_ns, memory))
-    pairs, ranks = forward_ns.shape
-    entries = [entry for of_pair in predecessors for entry in of_pair]
-    return Segments(
-        num_ranks=ranks,
-        microbatch=microbatch,
-        group=group,
-        forward_ns=forward_ns,
-        backward_ns=backward_ns,
-        weight_ns=np.zeros_like(backward_ns) if weight_ns is None else weight_ns,
-        memory=memory,
-        hop_ns=np.full(pairs, hop_ns),
-        predecessor_starts=np.cumsum([0] + [len(of_pair) for of_pair in predecessors]),
-        predecessors=np.array(entries, dtype=np.int64),
-        wrap_ns=np.full(len(entries), wrap_ns),
-        choice_of=np.arange(pairs * ranks).reshape(pairs, ranks),
-        choice_forward_ns=forward_ns.reshape(-1, 1),
-        choice_backward_ns=backward_ns.reshape(-1, 1),
-        choice_memory=memory.reshape(-1, 1),
-        choice_count=np.ones(pairs * ranks, dtype=np.int64),
-    )
-
-
-# What the compiled loops need of segments: the same columns, and edges in both directions.
+# Segments for the compiled loops: the same columns, and edges in both directions.
 Table = namedtuple(
     "Table",
     [
@@ -180,13 +141,13 @@ Table = namedtuple(
         "serial_starts",  # per microbatch: where its part of the serial passes begins
         "serial_pair",  # passes in an order in which one microbatch can run alone
         "serial_direction",
-        "has_one_end",  # per microbatch: does one pair come after all others?
+        "has_one_end",  # per microbatch: whether one pair comes after all others
     ],
 )
 
 
 def table_of(segments: Segments) -> Table:
-    """Arrays for the compiled loops (copies that can be written, so that each loop has one signature)."""
+    """The arrays for the compiled loops: writable copies, so that each loop is compiled for one signature."""
     pairs = segments.num_pairs
     of_pair = np.repeat(np.arange(pairs), np.diff(segments.predecessor_starts))
     by_predecessor = np.argsort(segments.predecessors, kind="stable")
@@ -210,8 +171,8 @@ def table_of(segments: Segments) -> Table:
 
 
 def _serial_passes(segments: Segments) -> tuple[Column, Column, Column]:
-    """Per microbatch, an order in which it can run alone, with little memory: one pair without successors after the
-    other, what it needs before it, and every backward as soon as it can be."""
+    """For each microbatch, an order in which it can run alone with little memory: one pair without successors after
+    another, each after the forwards that it needs, and every backward as early as possible."""
     pairs = segments.num_pairs
     starts = segments.predecessor_starts
     before = [segments.predecessors[starts[pair] : starts[pair + 1]].tolist() for pair in range(pairs)]
@@ -248,17 +209,17 @@ def _serial_passes(segments: Segments) -> tuple[Column, Column, Column]:
 
 
 def footprints(segments: Segments) -> Column:
-    """Per microbatch and rank: memory of all its pairs together, with the leanest choices. [M, P]"""
+    """The memory of all pairs of a microbatch together, with the leanest choices. [M, P]"""
     sums = np.zeros((segments.num_microbatches, segments.num_ranks), dtype=np.int64)
     np.add.at(sums, segments.microbatch, segments.memory)
     return sums
 
 
 def serial_peaks(segments: Segments) -> Column:
-    """Per microbatch and rank: the most memory it holds when it runs alone, with the leanest choices. [M, P]
+    """The most memory that a microbatch holds when it runs alone, with the leanest choices. [M, P]
 
-    Where one pair ends each microbatch (an encoder before a language model), this is its footprint, and no schedule
-    needs less. Where several pairs end it, they may come one after another.
+    If one pair ends each microbatch (an encoder before a language model), this is its footprint, and no schedule needs
+    less. If several pairs end it, they may run one after another, which needs less.
     """
     table = table_of(segments)
     peaks = np.zeros((segments.num_microbatches, segments.num_ranks), dtype=np.int64)

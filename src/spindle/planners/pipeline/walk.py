@@ -1,5 +1,5 @@
-"""Passes placed one after another, by a rule, for orders that have no closed form: `Walk` with any rule, and
-`walk_soonest`, compiled, with the rule that baselines are tuned with."""
+"""List schedulers for orders that have no closed form: `Walk` with any rule, and `walk_soonest`, compiled, with the
+rule that baselines are tuned with."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ Pass = tuple[int, int]  # pair, kind
 
 
 class Walk:
-    """Every rank has lanes of passes, each run in its order. The rank that can start soonest goes next, with the lane
-    that the rule chooses from when the heads of its lanes could start."""
+    """Every rank has lanes of passes, each run in order. The rank that can start soonest goes next, on the lane that
+    the rule `choose` picks, given when the next pass of each lane could start."""
 
     def __init__(self, segments: Segments, table: Table, lanes: list[list[list[Pass]]], choose: Choose) -> None:
         self.segments, self.table, self.lanes, self.choose = segments, table, lanes, choose
@@ -29,7 +29,7 @@ class Walk:
         return self.lanes[rank][lane][self.places[rank][lane]]
 
     def run(self) -> list[list[Pass]] | None:
-        """The orders of all ranks, or None if every rank waits while passes are left."""
+        """The orders of all ranks, or None for a deadlock."""
         top = self.segments.num_ranks - 1
         options = [self._option(rank) for rank in range(top + 1)]
         while True:
@@ -40,7 +40,7 @@ class Walk:
             option = options[rank]
             assert option is not None
             self._place(rank, start, option[1])
-            # What it makes ready lies on this rank, its neighbours, or the ends.
+            # It can only make passes ready on this rank, on its neighbours, or on the first and last rank.
             for affected in {rank, max(rank - 1, 0), min(rank + 1, top), 0, top}:
                 options[affected] = self._option(affected)
         is_complete = all(
@@ -51,7 +51,7 @@ class Walk:
         return self.orders if is_complete else None
 
     def _option(self, rank: int) -> tuple[int, int] | None:
-        """When this rank would start its next pass, and of which lane."""
+        """When this rank would start its next pass, and on which lane."""
         starts: list[int | None] = []
         for lane, place in zip(self.lanes[rank], self.places[rank], strict=True):
             at = self._ready_at(rank, *lane[place]) if place < len(lane) else None
@@ -64,7 +64,8 @@ class Walk:
         return start, lane_number
 
     def _ready_at(self, rank: int, pair: int, kind: int) -> int | None:
-        """When a pass may start, its rank busy or not; None while something before it is not placed."""
+        """When the inputs of a pass are ready, whether or not its rank is busy; None while any of them is not
+        placed."""
         table, top = self.table, self.segments.num_ranks - 1
         hop = int(table.hop_ns[pair])
         if kind == WEIGHT:
@@ -111,16 +112,17 @@ Choose = Callable[[Walk, int, list[int | None]], int | None]
 
 
 def soonest(walk: Walk, rank: int, starts: list[int | None]) -> int | None:
-    """The lane that can start first, the first of these."""
+    """The lane that can start first; on ties, the first lane."""
     ready = [(start, lane) for lane, start in enumerate(starts) if start is not None]
     return min(ready)[1] if ready else None
 
 
 @njit(cache=True, nogil=True)
 def walk_soonest(table, forward_ns, backward_ns, lane_pair, lane_kind, order_pair, order_kind):
-    """Fill the order of every rank [P, passes] from its lanes [P, lanes, passes], both filled up with pair -1: the pass
-    that can start first goes next, on the first rank and lane of those. Passes are FORWARD or BACKWARD. Returns whether
-    all were placed; otherwise the ranks wait for each other.
+    """Fill the order of every rank [P, passes] from its lanes [P, lanes, passes], both padded with pair -1.
+
+    The pass that can start first goes next; on ties, on the first rank and lane. Passes are FORWARD or BACKWARD.
+    Returns whether all were placed; if not, there is a deadlock.
     """
     ranks, lanes, length = lane_pair.shape
     pairs = forward_ns.shape[0]
@@ -130,6 +132,7 @@ def walk_soonest(table, forward_ns, backward_ns, lane_pair, lane_kind, order_pai
     last = np.zeros(ranks, np.int64)
     num_placed = np.zeros(ranks, np.int64)
     while True:
+        # Of the next passes of all lanes whose inputs are ready, the one that can start first.
         best_start = -1
         best_rank = 0
         best_lane = 0

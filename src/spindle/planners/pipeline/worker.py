@@ -1,12 +1,13 @@
 """A process that plans pipelines while others train: python -m spindle.planners.pipeline.worker
 
-Jobs come pickled over its standard input, answers go to its standard output, each behind its length. A job is answered
-twice: with the natural order as soon as there is one, and with the best order when the search is over, unless another
-job is waiting by then. It ends with its input, and so with the process that started it. It knows no torch.
+Jobs come pickled over its standard input, answers go to its standard output, each preceded by its length. A job is
+answered twice: first with the natural order, then, unless another job is waiting by then, with the best order that the
+search finds. The process ends when its input ends, and so with the process that started it. It does not import torch.
 """
 
 from __future__ import annotations
 
+import gc
 import os
 import pickle
 import queue
@@ -19,7 +20,7 @@ from dataclasses import dataclass, replace
 from typing import IO, Any
 
 from spindle.errors import PlanError, SpindleError
-from spindle.plan import Plan
+from spindle.plan import Plan, check
 from spindle.planners.colocate.planner import plan_system
 from spindle.planners.options import SPREAD, PlanOptions
 from spindle.planners.pipeline.planner import plan_pipeline
@@ -31,7 +32,8 @@ _LENGTH = struct.Struct("<Q")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Job:
-    """A step to plan; `owning_ranks` are the devices that keep each parameter in every step, used there or not."""
+    """A step to plan; `owning_ranks` are the devices that hold each parameter in every step, whether it is used or
+    not."""
 
     number: int
     profile: Profile
@@ -42,7 +44,7 @@ class Job:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Answer:
-    """A verified program, or why there is none."""
+    """A verified program, or the reason why there is none."""
 
     number: int
     is_final: bool
@@ -52,11 +54,13 @@ class Answer:
 
 def planned(job: Job, options: PlanOptions) -> Program:
     """Plan a job; returns its verified program."""
+    options = replace(options, is_draft=True)
     plan: Plan = (
         plan_pipeline(job.profile, options)
         if job.planner == "pipeline"
         else plan_system(job.planner, job.profile, options)
     )
+    check(plan, job.profile)
     program = lower(plan, job.profile, owning_ranks=job.owning_ranks)
     verify(program, job.profile)
     return program
@@ -71,7 +75,7 @@ def answers(job: Job, is_awaited: Callable[[], bool]) -> Iterator[Answer]:
     """Answer with the natural order first, then with the best order, unless another job is waiting."""
     try:
         natural = planned(job, replace(job.options, evaluations=1, time_limit_s=None))
-        # Nothing is searched where encoders stand whole: all orders of parts that are tried are in the first answer.
+        # With colocated encoders there is no search: the first answer is the best of all orders that are tried.
         is_final = any(chain.placement != SPREAD for layout in job.options.layouts for chain in layout.chains)
         yield Answer(number=job.number, is_final=is_final, program=natural)
         if not is_final and not is_awaited():
@@ -90,7 +94,7 @@ def write_frame(stream: IO[bytes], value: Any) -> None:
 
 
 def read_frame(stream: IO[bytes]) -> Any:
-    """The next value; None at the end."""
+    """The next value; None at the end of the stream."""
     head = stream.read(_LENGTH.size)
     if len(head) < _LENGTH.size:
         return None
@@ -110,13 +114,15 @@ def main() -> None:
         jobs.put(None)
 
     threading.Thread(target=read, daemon=True).start()
+    gc.disable()  # a job creates tens of thousands of objects and hardly any cyclic garbage
     while (job := jobs.get()) is not None:
         for answer in answers(job, lambda: not jobs.empty()):
             try:
                 write_frame(output, answer)
             except BrokenPipeError:  # the training process is gone
                 os._exit(0)
-    os._exit(0)  # past the thread that may still be reading
+        gc.collect()
+    os._exit(0)  # without waiting for the thread that may still be reading
 
 
 if __name__ == "__main__":

@@ -43,7 +43,7 @@ function addChart(parent, title, series, data, options) {
   const chart = new uPlot({
     width: Math.max(300, Math.min(560, holder.clientWidth || 400)), height: 220,
     cursor: { drag: { x: true, y: false } },
-    scales: { x: { time: false, ...(options.log ? { distr: 3, log: 2 } : {}) }, y: {} },
+    scales: { x: { time: false, ...(options.log ? { distr: 3, log: 2 } : {}) }, y: { range: (/** @type {any} */ _, /** @type {number | null} */ low, /** @type {number | null} */ high) => (low === null || high === null ? [null, null] : low === 0 && high === 0 ? [0, 1] : /** @type {any} */ (uPlot).rangeNum(low, high, 0.1, true)) } },
     axes: [
       { ...axis, label: options.x, labelSize: 18, ...(options.log ? { values: (/** @type {any} */ _, /** @type {any[]} */ values) => values.map((value) => (value == null ? "" : `${value}`)) } : {}) },
       { ...axis, size: 64, values: (/** @type {any} */ _, /** @type {number[]} */ values) => values.map(unit) },

@@ -161,7 +161,7 @@ function showFleetOverview(report, timelines) {
       figures(measures.reallocations), hours(measures.reallocationHours), hours(measures.lostHours),
     ];
   });
-  byId("overview").replaceChildren(makeTable("", ["", ...(named ? ["policy"] : []), "mean JCT", `of ${headers[0].name}`, "median JCT", "p99 JCT", "makespan", "throughput", "longest wait", "reallocations", "device time for them", "lost to faults"], rows));
+  byId("overview").replaceChildren(makeTable("", ["", ...(named ? ["policy"] : []), "mean JCT", `relative to ${headers[0].name}`, "median JCT", "p99 JCT", "makespan", "throughput", "longest wait", "reallocations", "device time for them", "lost to faults"], rows));
   const { workload, cluster, numRanks, nodes } = headers[0], count = timelines[0].fleet ? timelines[0].fleet.jobs.number.length : 0;
   byId("subtitle").textContent = `${count.toLocaleString("en")} jobs of ${workload} on ${numRanks.toLocaleString("en")} devices in ${nodes.length.toLocaleString("en")} nodes (${cluster}). JCT: job completion time, from arrival to the end.`;
 }

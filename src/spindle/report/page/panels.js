@@ -111,7 +111,7 @@ const MOST_DEVICES = 64;  // that have a line in the table of sums
 function showSums(report, shown, range) {
   byId("sums-range").textContent = range
     ? `From ${timeText(range[0])} to ${timeText(range[1])}, ${timeText(range[1] - range[0])} of each device. Escape in the timeline leaves the range.`
-    : shown[0].fleet ? "Device time from the start of the clock to the end." : "The whole step. Transfers and synchronisation count where they are exposed: while the device does not compute.";
+    : shown[0].fleet ? "Device time from the start of the clock to the end." : "The whole step. Transfers and synchronisation only count while they are exposed, that is, while the device does not compute.";
   /** @type {(string | Node)[][]} */
   const rows = [];
   for (const spans of shown) {
@@ -135,8 +135,8 @@ function sumsRow(report, name, sums) {
     const colour = CLASS_COLOURS[report.classes[place]];
     if (time > 0 && colour) bar.append(element("i", undefined, { style: `width:${(100 * time) / all}%;background:${colour}` }));
   });
-  const unbroken = (/** @type {string} */ text) => text.replace(" ", "\u00a0");
-  return [name, bar, ...sums.map((time) => `${unbroken(timeText(time))} ${unbroken(percent(time / all))}`)];
+  const unbroken = (/** @type {string} */ text) => text.replaceAll(" ", "\u00a0");
+  return [name, bar, ...sums.map((time) => (time ? unbroken(`${timeText(time)} (${percent(time / all)})`) : "–"))];
 }
 
 /** Names of instructions; where one comes again, with how often it came before. @param {ReportProgram} program */
@@ -191,11 +191,11 @@ function showComparison(report, first, second, match) {
     .map(([name, entry]) => comparisonRow(name, entry[what], entry.count));
   const head = ["", ...names, "difference", "ratio", "devices"];
   const tables = [
-    makeTable("Modules, device time of both passes", head.slice(0, -1), moduleTimes(report, [first, second]).map(([name, times]) => comparisonRow(name, times, null))),
-    makeTable("Which got longer or shorter: device time of matched spans", head, largest("took")),
-    makeTable("Which waits moved: device time until matched spans began", head, largest("waited")),
+    makeTable("Modules: device time of forward and backward", head.slice(0, -1), moduleTimes(report, [first, second]).map(([name, times]) => comparisonRow(name, times, null))),
+    ...[["Spans that took longer or shorter (device time)", largest("took")], ["Spans that waited longer or shorter before they began (device time)", largest("waited")]]
+      .filter(([, rows]) => rows.length).map(([title, rows]) => makeTable(/** @type {string} */ (title), head, /** @type {any} */ (rows))),
   ];
-  const remark = unmatched ? `${unmatched.toLocaleString("en")} of ${match.length.toLocaleString("en")} spans of ${names[0]} have no counterpart in ${names[1]}: other devices or other layers.` : "Every span has a counterpart.";
+  const remark = unmatched ? `${unmatched.toLocaleString("en")} of ${match.length.toLocaleString("en")} spans of ${names[0]} have no counterpart in ${names[1]}, because they run on other devices or contain other layers.` : "Every span has a counterpart.";
   byId("comparison").replaceChildren(element("p", remark), ...tables);
 }
 

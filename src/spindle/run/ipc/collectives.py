@@ -9,12 +9,12 @@ In a round every rank stages its part in its own memory, publishes that, and, on
     all-reduce       reduce-scatter, then all-gather of the slices; a small one is one round, where all read all
 
 Rounds of a memory backend alternate between two halves of a segment. A rank stages round n + 2 only after all ranks
-have staged round n + 1, hence read round n: no rank needs to publish that it has read. A tensor that is larger than a
-half goes in chunks.
+have staged round n + 1, and hence have read round n: no rank needs to publish that it has read. A tensor that is larger
+than a half is sent in chunks.
 
-A large tensor that takes part again and again, as gradients and sharded parameters do, is not staged: other ranks read
-it in place. An all-reduce then moves 3 times its bytes instead of 5. Such a collective has one more round at the end,
-after which owners may change their tensors.
+A large tensor that takes part repeatedly, such as gradients and sharded parameters, is not staged: other ranks read it
+in place. An all-reduce then moves 3 times its bytes instead of 5. Such a collective ends with one more round, after
+which owners may change their tensors.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from spindle.run.ipc.sums import HALF_PRECISIONS, SUMMED, sum_into
 # Generators that yield where they must wait: True for the caller's own device, False for other ranks.
 Steps = Generator[bool, None, None]
 
-_ONE_ROUND_BYTES = 1 << 15  # up to here an all-reduce is one round, in which all read all
+_ONE_ROUND_BYTES = 1 << 15  # up to this size an all-reduce is one round, in which all read all
 _SMALL_BYTES = 1 << 18
 _IN_PLACE_BYTES = 1 << 20
 _MAX_SEEN = 4096
@@ -53,7 +53,7 @@ class Reduction:
 
 @dataclass(frozen=True, slots=True)
 class Parts:
-    """The parts of all ranks in a round, as bytes. Those that are read in place may be longer than asked for."""
+    """The parts of all ranks in a round, as bytes. Parts that are read in place may be longer than requested."""
 
     tensors: list[torch.Tensor]
     in_place: list[bool]
@@ -75,7 +75,7 @@ class Collectives:
         self._queue: deque[tuple[Job, Steps]] = deque()
         self._round = 0
         self._num_staged: Counter[int] = Counter()  # by memory backend: rounds with bytes
-        self._behind: list[int] = []
+        self._late_ranks: list[int] = []
         self._seen: set[Place] = set()
         self.waits_for_device = False  # whether the first in the queue waits for its caller's own GPU
 
@@ -86,7 +86,7 @@ class Collectives:
         return (job for job, _ in self._queue)
 
     def waited_for(self) -> set[int]:
-        return set(self._behind) if self._queue else set()
+        return set(self._late_ranks) if self._queue else set()
 
     def advance(self) -> bool:
         """Advance as far as possible without waiting. Returns whether any collective was finished."""
@@ -193,17 +193,19 @@ class Collectives:
                 chunk = rest if parts.are_all_in_place else chunk
                 count = -(-chunk.numel() // self._size // _ALIGNED_ELEMENTS) * _ALIGNED_ELEMENTS
                 slices = [chunk[rank * count : (rank + 1) * count] for rank in range(self._size)]
-                mine, begin = slices[self._rank], self._rank * count
-                _reduce_parts(mine, parts, [begin] * self._size, reduction, is_mean)
-                mine_place = _advance_place(place, begin * chunk.element_size())
-                yield from self._gather(job, flat_bytes(mine), [flat_bytes(slice_) for slice_ in slices], mine_place)
+                own_slice, begin = slices[self._rank], self._rank * count
+                _reduce_parts(own_slice, parts, [begin] * self._size, reduction, is_mean)
+                own_place = _advance_place(place, begin * chunk.element_size())
+                yield from self._gather(
+                    job, flat_bytes(own_slice), [flat_bytes(slice_) for slice_ in slices], own_place
+                )
                 if any(parts.in_place):
                     yield from self._run_round(job, 0, signals=True)  # all have read; their owners may write
                 rest, place = rest[chunk.numel() :], _advance_place(place, _num_bytes(chunk))
 
     def _known_place(self, backend: MemoryBackend, tensor: torch.Tensor) -> Place | None:
-        """Where others may read a tensor in place; None the first time it is seen. A tensor that is reduced only once
-        would stay mapped by others after it is freed."""
+        """Where others may read a tensor in place; None the first time it is seen, because a tensor that is reduced
+        only once would stay mapped by others after it is freed."""
         place = backend.place_of(tensor) if _num_bytes(tensor) >= _IN_PLACE_BYTES else None
         if place is None or place in self._seen:
             return place
@@ -213,7 +215,7 @@ class Collectives:
         return None
 
     def _gather(self, job: Job, source: torch.Tensor, targets: list[torch.Tensor], place: Place | None = None) -> Steps:
-        """Stage this rank's bytes and read those of all ranks, of which later ranks may have fewer."""
+        """Stage this rank's bytes and read those of all ranks; later ranks may have fewer."""
         size = max(target.numel() for target in targets)
         parts = yield from self._run_round(job, size, _staging([source]), source, place)
         _copy_all(targets, [part[: target.numel()] for target, part in zip(targets, parts.tensors, strict=True)])
@@ -234,8 +236,8 @@ class Collectives:
         there. A round without bytes that `signals` is a barrier on the device, too.
         """
         control, backend = self._control, job.backend
-        words, ours = control.words, control.row(self._rank)
-        self._behind = []
+        words, own_row = control.words, control.row(self._rank)
+        self._late_ranks = []
         signals = signals or num_bytes > 0
         # Streams that wait long for each other slow down the GPU's other work, so the host waits for the caller's work.
         while num_bytes and not job.is_ready():
@@ -257,13 +259,13 @@ class Collectives:
         if signals:
             signal = backend.signal()
         digest = zlib.crc32(f"{job.name} {num_bytes} {kind}".encode())
-        words[ours + ROUND_DIGESTS + parity], words[ours + ROUND_SIGNALS + parity] = digest, signal
+        words[own_row + ROUND_DIGESTS + parity], words[own_row + ROUND_SIGNALS + parity] = digest, signal
         self._publish_place(parity, place)
-        words[ours + ROUND] = number
+        words[own_row + ROUND] = number
         control.fence()
-        if not self._ranks_behind(number):
+        if not self._note_late_ranks(number):
             control.ring_all()  # the last rank to stage wakes the others
-        while self._ranks_behind(number):
+        while self._note_late_ranks(number):
             yield False
         for rank in range(self._size):
             if words[control.row(rank) + ROUND_DIGESTS + parity] != digest:
@@ -301,11 +303,11 @@ class Collectives:
         num_bytes, offset, number, *handle = self._control.words[at : at + PLACE_WORDS]
         return Place(num_bytes, offset, number, tuple(handle)) if num_bytes else None
 
-    def _ranks_behind(self, number: int) -> list[int]:
-        """The ranks that have not staged this round yet."""
+    def _note_late_ranks(self, number: int) -> list[int]:
+        """Remember and return the ranks that have not staged this round yet."""
         words, row = self._control.words, self._control.row
-        self._behind = [rank for rank in range(self._size) if words[row(rank) + ROUND] < number]
-        return self._behind
+        self._late_ranks = [rank for rank in range(self._size) if words[row(rank) + ROUND] < number]
+        return self._late_ranks
 
 
 def _staging(sources: list[torch.Tensor]) -> Callable[[torch.Tensor], None]:
@@ -328,15 +330,15 @@ def _reduce_parts(into: torch.Tensor, parts: Parts, begins: Sequence[int], reduc
     """Reduce the elements of all parts, of each from its own beginning on, into a tensor, as many as it has."""
     if into.numel():
         size = into.element_size()
-        taken = [
+        slices = [
             part[begin * size : begin * size + _num_bytes(into)].view(into.dtype)
             for part, begin in zip(parts.tensors, begins, strict=True)
         ]
-        _reduce_all(into, taken, reduction, is_mean)
+        _reduce_all(into, slices, reduction, is_mean)
 
 
 def _end_to_end(tensors: Sequence[torch.Tensor]) -> torch.Tensor | None:
-    """One-dimensional tensors of equal length as one; None where they do not lie end to end in memory."""
+    """One-dimensional tensors of equal length as one tensor; None unless they lie end to end in memory."""
     first = tensors[0]
     num_bytes, storage = _num_bytes(first), first.untyped_storage().data_ptr()
     if any(
@@ -348,12 +350,12 @@ def _end_to_end(tensors: Sequence[torch.Tensor]) -> torch.Tensor | None:
 
 
 def _reduce_all(into: torch.Tensor, parts: list[torch.Tensor], reduction: Reduction, is_mean: bool) -> None:
-    """Reduce parts in the same order on all ranks, so that all get the same bits; half precisions in float32."""
+    """Reduce parts in the same order on all ranks, so that all get the same bits; half precision in float32."""
     if reduction.is_sum and not is_mean and into.dtype in SUMMED and _num_bytes(into) > _SMALL_BYTES:
         sum_into(into, parts)
         return
     dtype = torch.float32 if into.dtype in HALF_PRECISIONS else into.dtype
-    if _num_bytes(into) <= _SMALL_BYTES:  # then the number of kernels matters, not the bytes
+    if _num_bytes(into) <= _SMALL_BYTES:  # the number of kernels matters, not the bytes
         total = reduction.reduce_rows(torch.stack(parts).to(dtype))
     else:
         total = parts[0].to(dtype, copy=True)  # `into` may itself be a part

@@ -52,7 +52,7 @@ class Driver:
             raise RuntimeError(f"{name} failed: {(text.value or b'').decode() or code}")
 
     def context(self) -> int:
-        """The context that is current in this thread."""
+        """The CUDA context that is current in this thread."""
         context = ctypes.c_void_p()
         self._call("cuCtxGetCurrent", ctypes.byref(context))
         assert context.value
@@ -78,7 +78,7 @@ class Driver:
         return graph.value
 
     def add_child_graph(self, graph: int, child: int, needs: Sequence[int]) -> int:
-        """A node that runs a copy of `child` after the nodes that it needs; an empty node if `child` has none."""
+        """Add a node that runs a copy of `child` after the nodes `needs`; an empty node if `child` has no nodes."""
         node, num_nodes = ctypes.c_void_p(), ctypes.c_size_t(0)
         before = (ctypes.c_void_p * max(1, len(needs)))(*needs)
         self._call("cuGraphGetNodes", ctypes.c_void_p(child), None, ctypes.byref(num_nodes))
@@ -91,13 +91,13 @@ class Driver:
         return node.value
 
     def add_event_record(self, graph: int, event: int, needs: Sequence[int]) -> None:
-        """A node that records an event, anew in each launch, after the nodes that it needs."""
+        """Add a node that records an event, in each launch, after the nodes `needs`."""
         node, before = ctypes.c_void_p(), (ctypes.c_void_p * max(1, len(needs)))(*needs)
         position = (ctypes.byref(node), ctypes.c_void_p(graph), before, ctypes.c_size_t(len(needs)))
         self._call("cuGraphAddEventRecordNode", *position, ctypes.c_void_p(event))
 
     def instantiate_graph(self, graph: int) -> int:
-        """An executable form of a graph, which is destroyed."""
+        """Instantiate a graph and destroy it. Returns the executable."""
         executable = ctypes.c_void_p()
         try:
             self._call(
@@ -116,11 +116,11 @@ class Driver:
 
     @property
     def has_green_contexts(self) -> bool:
-        """Whether this driver can give streams a part of the SMs."""
+        """Whether this driver can restrict streams to a part of the SMs."""
         return hasattr(self._library, "cuGreenCtxStreamCreate")
 
     def split_sms(self, device: int) -> tuple[list[SmResource], SmResource]:
-        """The SMs of a device in the smallest groups that the driver grants, all equal, and those that are left."""
+        """The SMs of a device in equal groups, the smallest that the driver grants, and the remaining SMs."""
         whole, rest, count = SmResource(), SmResource(), ctypes.c_uint(_MOST_GROUPS)
         self._call("cuDeviceGetDevResource", self._device(device), ctypes.byref(whole), ctypes.c_int(_SM_RESOURCE))
         flags, least = ctypes.c_uint(0), ctypes.c_uint(1)
@@ -137,8 +137,8 @@ class Driver:
         return list(groups[: count.value]), rest
 
     def green_stream(self, device: int, resources: Sequence[SmResource]) -> int:
-        """A stream in a green context with the SMs of these resources, all of one split. The context lives until the
-        process ends."""
+        """A stream in a green context with the SMs of these resources, which must be of one split. The context lives
+        until the process ends."""
         description, context, stream = ctypes.c_void_p(), ctypes.c_void_p(), ctypes.c_void_p()
         self._call(
             "cuDevResourceGenerateDesc",
@@ -218,7 +218,7 @@ class Driver:
         self._call("cuMemHostUnregister", ctypes.c_void_p(address))
 
     def write_value(self, stream: int, address: int, value: int) -> None:
-        """Enqueue a write of a 64-bit word behind all work of the stream, with its memory fence."""
+        """Enqueue a write of a 64-bit word after all work of the stream, with a memory fence."""
         words = ctypes.c_void_p(stream), ctypes.c_uint64(address), ctypes.c_uint64(value)
         self._call("cuStreamWriteValue64_v2", *words, ctypes.c_uint(0))
 

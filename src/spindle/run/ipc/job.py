@@ -29,7 +29,7 @@ class Job:
         self.deadline_s = time.monotonic() + timeout_s
         self.error: RuntimeError | None = None
         self.done_event: Any = None
-        self._called = backend.record_event()  # what the caller had enqueued before
+        self._called = backend.record_event()  # after the work that the caller enqueued before the call
         self._begun = self._is_watched = False
         self._wake = wake
         self._done = False

@@ -29,8 +29,8 @@ Handle = tuple[int, ...]  # the words by which other processes map memory
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """Where other processes find a tensor of this one: at an offset in an allocation of `num_bytes`. The `number` of an
-    allocation is never reused, while its handle may be."""
+    """Where other processes find a tensor of this process: at an offset in an allocation of `num_bytes`. The `number`
+    of an allocation is never reused, while its handle may be."""
 
     num_bytes: int
     offset: int
@@ -41,9 +41,9 @@ class Place:
 class MemoryBackend(Protocol):
     """What differs between kinds of memory."""
 
-    number: int  # among the kinds, the same on all ranks
-    half_bytes: tuple[int, ...]  # of the segments for collectives, small to large
-    slots: tuple[tuple[int, int], ...]  # of the segments for messages: how many of how many bytes
+    number: int  # identifies the kind of memory, the same on all ranks
+    half_bytes: tuple[int, ...]  # sizes of half a segment for collectives, in increasing order
+    slots: tuple[tuple[int, int], ...]  # (number, bytes) of the slots of each segment for messages
 
     def enter(self) -> Any:
         """Make the calling thread use this backend. Returns what `leave` needs."""
@@ -60,33 +60,33 @@ class MemoryBackend(Protocol):
         """Unmap what `attach` mapped."""
 
     def place_of(self, tensor: torch.Tensor) -> Place | None:
-        """Where others find a tensor's own memory; None where it cannot be shared."""
+        """Where others find a tensor's own memory; None if it cannot be shared."""
 
     def has_freed(self) -> bool:
         """Whether memory that `place_of` has exported was freed since the last call. Others still have it mapped."""
 
     def record_event(self) -> Any:
-        """An event behind what the caller has enqueued so far."""
+        """An event after the work that the caller has enqueued so far."""
 
     def is_event_done(self, event: Any) -> bool: ...
 
     def wait_event(self, event: Any, tensors: list[torch.Tensor]) -> None:
-        """Order what follows here, on these tensors, after an event."""
+        """Order subsequent work on these tensors after an event."""
 
     def signal(self) -> int:
-        """Enqueue this rank's next signal behind the work so far. Returns its value."""
+        """Enqueue this rank's next signal after the work so far. Returns its value."""
 
     def wait_signals(self, signals: Mapping[int, int]) -> None:
-        """Order what follows here after signals of other ranks, by rank."""
+        """Order subsequent work after signals of other ranks, given by rank."""
 
     def record_done(self) -> Any:
-        """An event behind the work so far; None where it is done already."""
+        """An event after the work so far; None if the work is already done."""
 
     def is_busy(self) -> bool:
         """Whether enqueued work may still be waiting for another rank."""
 
     def close(self) -> None:
-        """Free this rank's memory, which no other rank may be using any more."""
+        """Free this rank's memory; no other rank may use it any more."""
 
 
 class Segments:
@@ -103,7 +103,7 @@ class Segments:
         """The memory of another rank from a place on."""
         key = (rank, place.number)
         if key not in self._placed:
-            # A handle that comes again stands for new memory at the same address.
+            # A handle that appears again belongs to new memory at the same address.
             stale = [old for old, (_, handle, _) in self._placed.items() if old[0] == rank and handle == place.handle]
             for old in stale:
                 self._detach(old)
@@ -197,12 +197,12 @@ class HostMemoryBackend:
         return Place(num_bytes, tensor.data_ptr() - storage.data_ptr(), inode, handle)
 
     def detach(self, memory: torch.Tensor) -> None:
-        pass  # it is unmapped with the last tensor of it
+        pass  # it is unmapped when its last tensor is freed
 
     def has_freed(self) -> bool:
-        gone = {(file, inode) for file, inode in self._placed if not _is_open(file, inode)}
-        self._placed -= gone
-        return bool(gone)
+        freed = {(file, inode) for file, inode in self._placed if not _is_open(file, inode)}
+        self._placed -= freed
+        return bool(freed)
 
     def record_event(self) -> Any:
         return None
@@ -308,10 +308,10 @@ class CudaMemoryBackend:
 
     def has_freed(self) -> bool:
         allocations = {number: self._driver.allocation_of(base) for number, (base, _) in self._handles.items()}
-        gone = [number for number, now in allocations.items() if now is None or now[2] != number]
-        for number in gone:
+        freed = [number for number, allocation in allocations.items() if allocation is None or allocation[2] != number]
+        for number in freed:
             del self._handles[number]
-        return bool(gone)
+        return bool(freed)
 
     def _handle_of(self, address: int) -> Handle | None:
         try:
@@ -331,7 +331,7 @@ class CudaMemoryBackend:
     def wait_event(self, event: Any, tensors: list[torch.Tensor]) -> None:
         self.stream.wait_event(event)
         for tensor in tensors:
-            tensor.record_stream(self.stream)  # else the allocator could reuse its memory meanwhile
+            tensor.record_stream(self.stream)  # so that the allocator does not reuse its memory meanwhile
 
     def signal(self) -> int:
         self._count += 1

@@ -4,12 +4,12 @@
                         │                                  ▲            │
     sender              └─▶ stages a chunk in a free slot ─┘            └─▶ the slot is free again
 
-Only messages that both sides have posted use slots, so slots always become free. Messages of one pair of ranks and one
-tag stay in the order of the calls; different tags may overtake each other. A message that is larger than a slot goes in
-chunks.
+Only messages that both sides have posted use slots, so slots always become free. Messages between two ranks with the
+same tag stay in the order of the calls; those with different tags may overtake each other. A message that is larger
+than a slot is sent in chunks.
 
-Both sides wait on the host until their own GPU has reached the call: all messages share a stream, on which one that
-waits would block the others.
+Both sides wait on the host until their own GPU has reached the call: all messages share a stream, on which a waiting
+message would block the others.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ class _Slot:
 
 @dataclass(slots=True)
 class _Pair:
-    """Messages between this rank and a peer. Counts are those in this rank's row of control words."""
+    """Messages between this rank and a peer. Counts are as in this rank's row of control words."""
 
     sends: dict[int, deque[_Message]] = field(default_factory=lambda: defaultdict(deque))  # by tag
     posts: dict[int, deque[tuple[int, int]]] = field(default_factory=lambda: defaultdict(deque))  # number, bytes
@@ -98,7 +98,7 @@ class Messages:
         self._control, self._segments, self._names = control, segments, names
         self._pairs = [_Pair() for _ in range(control.size)]
         self._active: set[int] = set()  # peers with messages in flight
-        self._slots: dict[int, deque[_Slot]] = {}  # free ones, by segment
+        self._slots: dict[int, deque[_Slot]] = {}  # free slots, by segment
         self._notified: set[int] = set()  # peers for which control words were written
 
     def send(self, job: Job, peer: int, tag: int) -> None:
@@ -117,7 +117,7 @@ class Messages:
         return {peer for peer, pair in enumerate(self._pairs) if next(pair.jobs(), None) is not None}
 
     def readers(self) -> set[int]:
-        """Ranks that have yet to copy what was sent to them."""
+        """Ranks that have not copied yet what was sent to them."""
         return {
             peer
             for peer, pair in enumerate(self._pairs)
@@ -143,8 +143,8 @@ class Messages:
         return moving
 
     def _publish_waiting(self, peer: int, pair: _Pair) -> bool:
-        """Publish whether this rank waits for a peer, which then wakes it. Returns whether it begins to wait: then it
-        must look once more, because nobody wakes it for what was written before."""
+        """Publish whether this rank waits for a peer, which then wakes it. Returns whether it starts to wait: then it
+        must look once more, because nobody wakes it for what was written earlier."""
         waiting = bool(pair.sending or pair.sends or pair.receives or pair.expected)
         if not waiting and not pair.unacknowledged:
             self._active.discard(peer)
@@ -157,20 +157,20 @@ class Messages:
 
     def _advance_sends(self, peer: int, pair: _Pair) -> bool:
         words, rank = self._control.words, self._control.rank
-        ours, theirs = self._control.pair(rank, peer), self._control.pair(peer, rank)
-        num_posted, num_acknowledged = words[theirs + POSTED], words[theirs + ACKNOWLEDGED]
+        own_row, peer_row = self._control.pair(rank, peer), self._control.pair(peer, rank)
+        num_posted, num_acknowledged = words[peer_row + POSTED], words[peer_row + ACKNOWLEDGED]
         for number in range(pair.num_taken, num_posted):
-            place = theirs + POSTS + number % RING * POST_WORDS
+            place = peer_row + POSTS + number % RING * POST_WORDS
             pair.posts[words[place]].append((number, words[place + 1]))
         if num_posted > pair.num_taken:
-            words[ours + TAKEN] = pair.num_taken = num_posted
+            words[own_row + TAKEN] = pair.num_taken = num_posted
             self._notified.add(peer)
         for number in range(pair.num_sent - len(pair.unacknowledged), num_acknowledged):
             slot = pair.unacknowledged.popleft()
-            slot.reader, slot.signal = peer, words[theirs + ACKNOWLEDGEMENTS + number % RING]
+            slot.reader, slot.signal = peer, words[peer_row + ACKNOWLEDGEMENTS + number % RING]
             self._slots[slot.segment].append(slot)
         self._match(peer, pair)
-        return self._stage(peer, pair, ours, RING - (pair.num_sent - num_acknowledged))
+        return self._stage(peer, pair, own_row, RING - (pair.num_sent - num_acknowledged))
 
     def _match(self, peer: int, pair: _Pair) -> None:
         """Pair sends with posted receives of the same tag, in order."""
@@ -187,7 +187,7 @@ class Messages:
             if not posts:
                 del pair.posts[tag]
 
-    def _stage(self, peer: int, pair: _Pair, ours: int, num_free: int) -> bool:
+    def _stage(self, peer: int, pair: _Pair, own_row: int, num_free: int) -> bool:
         """Stage chunks while slots are free. Messages take turns, so that a small one need not wait for a large one."""
         moved = False
         num_stuck = 0
@@ -198,10 +198,10 @@ class Messages:
                 pair.sending.append(message)
                 num_stuck += 1
                 continue
-            self._stage_chunk(message, slot, ours + CHUNKS + pair.num_sent % RING * CHUNK_WORDS)
+            self._stage_chunk(message, slot, own_row + CHUNKS + pair.num_sent % RING * CHUNK_WORDS)
             pair.unacknowledged.append(slot)
             pair.num_sent += 1
-            self._control.words[ours + SENT] = pair.num_sent
+            self._control.words[own_row + SENT] = pair.num_sent
             self._notified.add(peer)
             num_free, num_stuck, moved = num_free - 1, 0, True
             if not message.job.is_done():
@@ -236,19 +236,19 @@ class Messages:
     def _advance_receives(self, peer: int, pair: _Pair) -> bool:
         moved = False
         words, rank = self._control.words, self._control.rank
-        ours, theirs = self._control.pair(rank, peer), self._control.pair(peer, rank)
-        num_taken = words[theirs + TAKEN]
+        own_row, peer_row = self._control.pair(rank, peer), self._control.pair(peer, rank)
+        num_taken = words[peer_row + TAKEN]
         while pair.receives and pair.num_posted - num_taken < RING:
             tag, message = pair.receives.popleft()
-            place = ours + POSTS + pair.num_posted % RING * POST_WORDS
+            place = own_row + POSTS + pair.num_posted % RING * POST_WORDS
             words[place], words[place + 1] = tag, message.flat.numel()
             pair.expected[pair.num_posted] = message
             pair.num_posted += 1
-            words[ours + POSTED] = pair.num_posted
+            words[own_row + POSTED] = pair.num_posted
             self._notified.add(peer)
             moved = True
-        for number in range(pair.num_acknowledged, words[theirs + SENT]):
-            place = theirs + CHUNKS + number % RING * CHUNK_WORDS
+        for number in range(pair.num_acknowledged, words[peer_row + SENT]):
+            place = peer_row + CHUNKS + number % RING * CHUNK_WORDS
             post, segment, offset, num_bytes, whole, signal = words[place : place + CHUNK_WORDS]
             message = pair.expected[post]
             copied, error = 0, None  # the signal behind the copy
@@ -261,8 +261,8 @@ class Messages:
             if error or not message.left:
                 del pair.expected[post]
                 message.job.finish(error)
-            words[ours + ACKNOWLEDGEMENTS + number % RING] = copied
-            words[ours + ACKNOWLEDGED] = pair.num_acknowledged = number + 1
+            words[own_row + ACKNOWLEDGEMENTS + number % RING] = copied
+            words[own_row + ACKNOWLEDGED] = pair.num_acknowledged = number + 1
             self._notified.add(peer)
             moved = True
         return moved
@@ -275,5 +275,7 @@ class Messages:
         message.next_part(source.numel()).copy_(source)
         return backend.signal()
 
-    def _unequal(self, peer: int, theirs: int, message: _Message) -> RuntimeError:
-        return RuntimeError(f"a message of {message.flat.numel()} bytes here has {theirs} bytes at {self._names[peer]}")
+    def _unequal(self, peer: int, num_bytes: int, message: _Message) -> RuntimeError:
+        return RuntimeError(
+            f"a message of {message.flat.numel()} bytes here has {num_bytes} bytes at {self._names[peer]}"
+        )

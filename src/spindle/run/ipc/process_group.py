@@ -2,15 +2,15 @@
 
 NCCL refuses two ranks on one GPU, and gloo cannot send CUDA tensors. Here tensors pass through memory that all ranks of
 a group map: GPU memory by CUDA IPC, host memory by shared memory (`memory_backend`). The thread that waits for an
-operation carries it out, or else a background thread (`transport`). Send and receive, all-reduce, all-gather,
+operation executes it, or else a background thread does (`transport`). Send and receive, all-reduce, all-gather,
 reduce-scatter, all-to-all of equal parts, broadcast and barrier work on CPU and CUDA tensors in one group; DDP runs on
-it unchanged. Times say nothing about links between GPUs.
+it unchanged. Measured times say nothing about links between GPUs.
 
 As with NCCL, waiting for an operation on CUDA tensors makes the current stream wait. The host waits only until the
 operation is enqueued, for which all ranks that take part must have called it.
 
-Left out: `reduce`, `gather`, `scatter`, all-to-all of unequal parts, and what calls a backend from C++ other than DDP
-(functional collectives, DTensor): torch does not let a backend in Python serve those.
+Left out: `reduce`, `gather`, `scatter`, all-to-all of unequal parts, and code other than DDP that calls a backend from
+C++ (functional collectives, DTensor), for which torch does not support backends written in Python.
 """
 
 # mypy: disable-error-code="override, assignment"
@@ -63,9 +63,9 @@ class IpcWork(dist.Work):
         self._device = outputs[0].device if outputs else torch.device("cpu")
 
     def wait(self, timeout: timedelta = timedelta(0)) -> bool:
-        """Make the current stream wait, or the host where the tensors are on the CPU."""
+        """Make the current stream wait, or the host if the tensors are on the CPU."""
         if not self._transport.finish(self._job, timeout.total_seconds() or None):
-            raise RuntimeError(f"{self._job.name} is not over after {timeout}")
+            raise RuntimeError(f"{self._job.name} has not finished after {timeout}")
         if self._job.error is not None:
             raise RuntimeError(str(self._job.error))
         if self._job.done_event is not None:
@@ -88,13 +88,13 @@ class IpcWork(dist.Work):
         return self._outputs
 
     def get_future(self) -> Any:
-        """The future that DDP waits for. C++ sees an error that Python sets on a future as a result, but not one raised
-        in `then`."""
+        """The future that DDP waits for. Errors are raised in `then`, because C++ takes an error that Python sets on a
+        future for a result."""
         on_gpu = self._device.type == "cuda"
         future: Future[Any] = Future(devices=[self._device] if on_gpu else None)
 
         def complete() -> None:
-            # The future records the current stream, on which those who wait for it wait.
+            # The future records the current stream; whoever waits for the future waits for that stream.
             entered = self._job.backend.enter()
             future.set_result(None)
             self._job.backend.leave(entered)
@@ -234,7 +234,7 @@ class IpcGroup(dist.ProcessGroup):
     alltoall_base = all_to_all_single
 
     def barrier(self, opts: Any = None) -> IpcWork:
-        """Once it is done, so is all work that any rank had started before, on the host or its current stream."""
+        """Wait for all work that any rank has started before the barrier, on the host or on its current stream."""
         if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
             torch.cuda.current_stream().synchronize()
         return self._work(self._transport.start("barrier", [], self._transport.collectives.barrier), [])

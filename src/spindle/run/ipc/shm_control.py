@@ -4,8 +4,8 @@ Each rank has a row that it alone writes and all ranks read. A process without w
 that waiting takes no CPU time and no GIL.
 
 The memory is a `memfd` that the other ranks open through `/proc`: it has no name that could be left behind. On x86-64
-stores become visible in order, so a word that announces others is written after them. Where a rank writes a word and
-then reads another rank's, to know whether to wake it, it needs a `fence` in between. Other processors would need
+stores become visible in order, so a word that announces others is written after them. A rank that writes a word and
+then reads another rank's word, to know whether to wake it, needs a `fence` in between. Other processors would need
 fences that Python does not have.
 """
 
@@ -24,7 +24,7 @@ import uuid
 from contextlib import suppress
 from typing import Any, Protocol
 
-# A row, in words of 64 bits. Counts only grow; the entries of a ring stand at their number modulo its length.
+# The layout of a row, in 64-bit words. Counts only grow; entry n of a ring is at n modulo its length.
 DOORBELL = 0
 SIGNAL = 1  # the last signal of the rank; its GPU writes it
 PID = 2
@@ -85,7 +85,7 @@ def make_memory(num_bytes: int) -> tuple[int, mmap.mmap, str]:
 
 
 def open_memory(pid: int, file: int, num_bytes: int, name: str | None = None) -> mmap.mmap:
-    """Map the memory behind another process's file descriptor, after checking its name where that is known."""
+    """Map the memory behind another process's file descriptor, after checking its name if that is known."""
     path = f"/proc/{pid}/fd/{file}"
     try:
         if name is not None and name not in os.readlink(path):
@@ -148,7 +148,7 @@ class ShmControl:
         return rank * self._row_words
 
     def pair(self, rank: int, peer: int) -> int:
-        """Where a rank's words for one peer begin."""
+        """The index at which a rank's words for a peer begin."""
         return rank * self._row_words + PAIRS + peer * PAIR_WORDS
 
     def segment(self, rank: int, number: int) -> int:

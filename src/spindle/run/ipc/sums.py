@@ -1,4 +1,4 @@
-"""The sum of tensors of one shape, accumulated in float32: in one pass over memory where Triton is installed.
+"""The sum of tensors of one shape, accumulated in float32; in one pass over memory if Triton is installed.
 
 The parts are memory of other processes, so no single tensor holds them all. Elements are added in the order of the
 parts, so that every path gives the same bits.

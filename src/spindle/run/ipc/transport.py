@@ -4,9 +4,9 @@ Callers submit jobs. The submitting thread advances them as far as it can; a thr
 jobs meanwhile; when no thread waits, a background thread does. No thread blocks on one job while another could advance.
 
 On a GPU, "staged" and "read" mean: enqueued on a stream. A stream waits for another rank's signal only once that rank
-has enqueued the signal on its own stream. So in whatever order operations are called, however the hardware maps streams
-to its few queues, and whenever the driver synchronizes all streams (to load a kernel, to free memory), no stream waits
-for work that is not enqueued yet.
+has enqueued the signal on its own stream. So no stream ever waits for work that is not enqueued yet: in whatever order
+operations are called, however the hardware maps streams to its few queues, and whenever the driver synchronizes all
+streams (to load a kernel, to free memory).
 
 A rank that waits for one that has died or left fails within a fraction of a second, with all of its pending jobs.
 """
@@ -96,7 +96,7 @@ class Transport:
                 self._control.ring(self._control.rank)  # the background thread takes over
 
     def leave(self) -> None:
-        """Finish what other ranks still read from this one, and end the background thread."""
+        """Finish what other ranks still read from this rank, and end the background thread."""
         with self._state:
             self._leaving, thread = True, self._thread
         if thread is None:
@@ -133,7 +133,7 @@ class Transport:
             if self._thread is None:
                 self._thread = threading.Thread(target=self._run, name="spindle transport", daemon=True)
                 self._thread.start()
-        # Advance at once if nobody else does: most sends can be staged right away, and waking a thread takes longer.
+        # Advance here if no other thread does: most sends can be staged right away, and waking a thread takes longer.
         if self._work.acquire(blocking=False):
             try:
                 self._step(num_other_waiters=self._num_waiters)
@@ -177,7 +177,7 @@ class Transport:
             if time.monotonic() > self._next_check_s:
                 self._check_peers()
                 self._next_check_s = time.monotonic() + _CHECK_S
-        except BaseException as error:  # else pending jobs would never be finished
+        except BaseException as error:  # fail pending jobs, which would otherwise never finish
             self._error = error if isinstance(error, RuntimeError) else RuntimeError(repr(error))
             self._drop(str(self._error))
             if not isinstance(error, Exception):
@@ -231,7 +231,7 @@ class Transport:
             or any(map(self._is_there, self.messages.readers()))
         )
 
-    # When other ranks are gone.
+    # Detection of ranks that are gone.
 
     def _is_there(self, rank: int) -> bool:
         return not self._control.is_closed(rank) and self._control.is_alive(rank)
@@ -240,7 +240,7 @@ class Transport:
         return self.collectives.waited_for() | self.messages.waited_for()
 
     def _check_peers(self) -> None:
-        """Unmap memory that its owner has freed. Raise if an awaited rank has left, has died, or is late."""
+        """Unmap memory that its owner has freed. Raise an error if an awaited rank has left, has died, or is late."""
         control = self._control
         # Ask peers to unmap what this rank has freed: memory is only returned once nobody maps it.
         if any(backend.has_freed() for backend in tuple(self._backends.values())):
@@ -251,14 +251,14 @@ class Transport:
             return
         # Enqueued work may wait for the signal of a rank that died before its GPU got there.
         cut_off = set(filter(control.is_cut_off, range(control.size)))
-        gone = {rank for rank in waited if not self._is_there(rank)} | (cut_off if computing else set())
-        if gone:
-            self._advance()  # it may have done its part between the last step and its end
-            gone &= self._waited_for() | cut_off
+        lost_ranks = {rank for rank in waited if not self._is_there(rank)} | (cut_off if computing else set())
+        if lost_ranks:
+            self._advance()  # a rank may have done its part between our last step and its end
+            lost_ranks &= self._waited_for() | cut_off
         for rank in cut_off:
             control.give_up_on(rank)
-        if gone:
-            first = min(cut_off or gone)  # the others may have left because of it
+        if lost_ranks:
+            first = min(cut_off or lost_ranks)  # the others may have left because of it
             how = "has ended" if first in cut_off else "has left the group"
             raise RuntimeError(f"{self._names[first]} (process {control.pid(first)}) {how}")
         now_s = time.monotonic()

@@ -1,0 +1,72 @@
+"""What a call of a module does besides returning: whether it draws random numbers, or keeps something on the module.
+
+Code that runs several times in a step must not call such a module (`composite`, `replay`): each time it would draw
+other numbers, and count once more.
+"""
+
+from __future__ import annotations
+
+import pickle
+import random
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import numpy
+import torch
+from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from spindle.models.state import ModuleStates
+
+
+@dataclass(slots=True)
+class Effects:
+    """What calls of a module do besides returning: whether they draw random numbers, and whether they change the
+    module."""
+
+    draws: bool = False
+    keeps: bool = False
+
+
+class DrawWatch(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Notes whether an operation inside draws random numbers, also on fake tensors, and which storages it writes."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.has_drawn = False
+        self.written: set[int] = set()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.has_drawn |= torch.Tag.nondeterministic_seeded in getattr(func, "tags", ())
+        schema = getattr(func, "_schema", None)
+        for argument, value in zip(schema.arguments if schema is not None else (), args, strict=False):
+            if argument.alias_info is not None and argument.alias_info.is_write and isinstance(value, torch.Tensor):
+                self.written.add(value.untyped_storage()._cdata)
+        return func(*args, **(kwargs or {}))
+
+
+def watched(module: nn.Module, run: Callable[[Any, Any], Any], effects: Effects) -> Callable[[Any, Any], Any]:
+    """A call of a module that notes its effects."""
+
+    def call(args: Any, kwargs: Any) -> Any:
+        before, watch = ModuleStates(module.modules()), DrawWatch()
+        own = {tensor.untyped_storage()._cdata for part in module.modules() for tensor in _tensors_of(part)}
+        with watch:
+            result = run(args, kwargs)
+        effects.draws |= watch.has_drawn
+        effects.keeps |= bool(before.changed_modules()) or not own.isdisjoint(watch.written)
+        return result
+
+    return call
+
+
+def _tensors_of(module: nn.Module) -> list[torch.Tensor]:
+    values = [*module._buffers.values(), *module.__dict__.values()]
+    return [value for value in values if isinstance(value, torch.Tensor)]
+
+
+def host_random_state() -> bytes:
+    """The states of Python's and numpy's random generators, which recorded or captured torch operations do not
+    advance."""
+    return pickle.dumps((random.getstate(), numpy.random.get_state()))
