@@ -219,7 +219,7 @@ def test_a_job_whose_task_ends_is_estimated_and_planned_anew(fleet):
     folder.mkdir()
     script = SCRIPT.parent / "changing_job.py"
     options = ("--name", "changing", "--kinds", "a100", "--count", "1")
-    code, text = fleet.call("submit", *options, str(script), str(folder), "400", "8", "--pause", "0.1")
+    code, text = fleet.call("submit", *options, str(script), str(folder), "4000", "8", "--pause", "0.1")
     assert code == 0, text
     fleet.wait_for_step(folder, 9)
 

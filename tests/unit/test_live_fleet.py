@@ -40,11 +40,12 @@ from spindle.fleet import (
     schedule,
 )
 from spindle.fleet.engine import ENDED, PENDING, RUNNING, AttemptReport, NodeStatus
+from spindle.fleet.event_log import read_event_log
 from spindle.fleet.explain import explain_job
 from spindle.fleet.job_plans import JobPlans, unplanned_smaller
 from spindle.fleet.live import LiveFleet
 from spindle.fleet.machines import node_describer
-from spindle.fleet.planning import PlannedCell, tasks_of
+from spindle.fleet.planning import ChangedJob, PlannedCell, tasks_of
 from spindle.fleet.ray_cluster import RayCluster
 from spindle.fleet.ray_engine import RayEngine, _RayAttempt
 from spindle.fleet.ray_nodes import LocalRay, start_local_ray
@@ -65,7 +66,7 @@ class IdleEngine:
         self._names, self.waiting, self.grace_s = store.fleet.node_names, {}, None
         self.standby, self.can_prepare, self.outcomes = {}, False, {}
         self.num_occupied, self.crowded_out = 0, set()
-        self.num_taken, self.checkpoints = 0, ""
+        self.num_taken, self.checkpoints, self.progress = 0, "", {}
 
     def nodes(self):
         return {name: NodeStatus(identity=name, num_occupied=self.num_occupied) for name in self._names}
@@ -103,6 +104,7 @@ class IdleEngine:
                 is_crowded_out=(job, attempt) in self.crowded_out,
                 num_taken=self.num_taken,
                 checkpoints=self.checkpoints,
+                **self.progress,
             )
             for (job, attempt), phase in self.waiting.items()
         ]
@@ -343,7 +345,10 @@ def test_a_job_that_ends_while_it_is_to_be_resized_has_ended(store, monkeypatch)
 
 
 class PlanningHere:
-    """Plans that take as long as their bounds say. `asked` are the cells that were asked for, in order."""
+    """Plans that take as long as their bounds say. `asked` are the cells that were asked for, in order. `changed`: the
+    submission of a job whose tasks have changed."""
+
+    changed: Submission
 
     def __init__(self) -> None:
         self.asked, self._waiting = [], []
@@ -356,6 +361,10 @@ class PlanningHere:
         planned = replace(bound, grade="planned")
         self.asked.append((job, bound.cell.num_devices))
         self._waiting.append(PlannedCell(job=job, tasks=tasks_of(submission), estimate=planned, plan="", profile=""))
+
+    def request_bounds(self, job, submission, fleet, tasks):
+        bounds = (Estimate(cell=Cell(kind="big", num_devices=4), step_s=0.6, grade="bound"),)
+        self._waiting.append(ChangedJob(job=job.name, tasks=tasks, submission=self.changed, bounds=bounds))
 
     def done(self):
         waiting, self._waiting = self._waiting, []
@@ -385,6 +394,36 @@ def test_a_job_gives_devices_to_one_that_arrives_in_a_cell_that_was_planned_ahea
     steps(live)
     assert planning.asked == [("a", 2), ("a", 3), ("a", 1)]  # to which it may be shrunk next
     assert not live.state.jobs[0].planning  # the scheduler has asked for none of them
+
+
+def test_a_cell_is_planned_for_new_tasks_although_their_steps_are_measured_before_the_next_round(tmp_path, monkeypatch):
+    monkeypatch.setattr("spindle.fleet.job_plans.PlanningProcess", PlanningHere)
+    before, after = (
+        replace(PROGRAM, is_script=True, workload=json.loads(artifact_text("workload", RECIPES[name].workload())))
+        for name in ("clip-10", "clip-4")
+    )
+    rare_rounds = SchedulerOptions(min_interval_s=3600.0, max_interval_s=3600.0)
+    with Store.create(tmp_path / "fleet.db", fleet({"big": [4]}), rare_rounds) as store:
+        live, engine = live_fleet(store, monkeypatch)
+        planning = live.plans._process
+        planning.changed = after
+        event = submitted("a", {("big", 4): 1.1})
+        body = {"job": to_json(event.job), "estimates": to_json(event.estimates), "submission": to_json(before)}
+        store.request({"command": "submit", **body})
+        steps(live)
+        engine.waiting["a", 1], engine.num_taken = RUNNING, 30
+        engine.progress = {"step": 30, "tasks": tasks_of(after)}
+        live.step()
+        engine.progress = {"step": 60, "step_s": 0.5, "tasks": tasks_of(after)}
+        steps(live)
+    assert [(estimate.grade, estimate.step_s) for estimate in live.state.jobs[0].estimates] == [("measured", 0.5)]
+    assert planning.asked == [("a", 4)]
+    grades = [
+        event.estimates[0].grade
+        for event, _ in read_event_log(tmp_path / "fleet.db").entries
+        if isinstance(event, Estimated)
+    ]
+    assert grades == ["bound", "planned"]
 
 
 def test_nothing_is_planned_ahead_while_the_scheduler_waits_for_a_plan(store, monkeypatch):

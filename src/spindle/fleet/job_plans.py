@@ -1,8 +1,8 @@
 """Requests for plans: between the loop of a live fleet and its planning process.
 
-Plan (action) ────────────▶ request ─────▶ PlanningProcess ───▶ answers ───▶ Estimated (event), plans, confirmed actions
-a job's tasks changed ────▶ check_tasks ─┤
-a job has devices ────────▶ plan_ahead ──┘
+Plan (action) ────────────▶ request ─────────────────▶ PlanningProcess ───▶ answers ───▶ Estimated (event), plans,
+a job's tasks changed ────▶ check_tasks, plan_again ─┤                                   confirmed actions
+a job has devices ────────▶ plan_ahead ──────────────┘
 """
 
 from __future__ import annotations
@@ -51,6 +51,16 @@ class JobPlans:
         self._actions[action.job, action.cell] = number
         self._process.request(action.job, submission, fleet, bound)
         return True
+
+    def plan_again(self, job: JobState | None, fleet: Fleet) -> None:
+        """Request the plan of the cell that a job has, for its new tasks.
+
+        The scheduler requests plans of cells that are estimated by a bound. It requests none if the job's steps are
+        measured before its next round; the next attempt needs the plan all the same.
+        """
+        bound = None if job is None or job.allocation is None else job.estimate(job.allocation.cell)
+        if job is not None and bound is not None:
+            self._process.request(job.name, self._store.submission(job.name), fleet, bound)
 
     def plan_ahead(self, state: State) -> None:
         """Request the plan of one smaller cell of a running job, while no other plan is wanted.

@@ -154,6 +154,8 @@ class LiveFleet:
                 time_s=self.clock.now_s(), job=answer.job, estimates=answer.estimates, replaces=answer.replaces
             )
             self.journal.record(event, submission=answer.submission, plans=answer.plans)
+        if answer.replaces:
+            self.plans.plan_again(self.state.find(answer.job), self.state.fleet)
         for number in answer.confirmed:
             self.journal.confirm(number)
 
