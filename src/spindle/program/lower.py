@@ -169,7 +169,7 @@ def _shapes(
                 ranks=ranks,
                 bounds=bounds,
                 tensor_degree=degree,
-                gang=profile.gangs or (cost is not None and cost.meets),
+                gang=profile.gangs or (cost is not None and cost.gang),
                 sequence_degree=slot.sequence_degree,
             )
         )

@@ -120,7 +120,7 @@ def _every_slot_has_its_shape(program: Program, profile: Profile) -> None:
             raise ProgramError(
                 f"slot {number} ({slot.op}) has tensor degree {shape.tensor_degree}, expected {degrees[shape.op]}"
             )
-        is_gang = profile.gangs or (op.cost is not None and op.cost.meets)
+        is_gang = profile.gangs or (op.cost is not None and op.cost.gang)
         if shape.gang != is_gang:
             raise ProgramError(f"slot {number} ({slot.op}) has gang={shape.gang}, expected {is_gang}")
         if shape.sequence_degree != slot.sequence_degree:

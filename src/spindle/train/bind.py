@@ -240,7 +240,7 @@ def _task(
         output_bytes=0,
         whole_batch=not splits or whole_loss,
         # Ranks that split a loss synchronize: they all-reduce its count, and check the sum in the first step.
-        meets=splits and not whole_loss,
+        gang=splits and not whole_loss,
     )
     calls.append(Call(name=LOSS, module=f"{LOSS}.{definition.name}", costs=((LOSS, loss_cost),)))
     flows += [(source, LOSS) for source in recorded.loss_sources]

@@ -40,7 +40,7 @@ def _predicted_compute(program: Program, profile: Profile, rank: int) -> _Predic
     for number, slot in enumerate(plan.slots):
         op = graph.positions[slot.op]
         cost, curve = graph.metaops[op].cost, profile.curve(op, setting)
-        if rank not in slot.devices or curve.tensor_degree > 1 or (cost is not None and cost.meets):
+        if rank not in slot.devices or curve.tensor_degree > 1 or (cost is not None and cost.gang):
             continue
         forward_s, backward_s = curve.times_s(len(slot.devices))
         num_recomputed = slot.num_layers if setting.recompute[op] else slot.recomputed

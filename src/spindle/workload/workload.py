@@ -77,7 +77,7 @@ class LayerCost:
     tensor_share: float = 1.0  # share of its activations that a tensor group splits; 0: every member does all the work
     max_tensor_degree: int = 1
     whole_batch: bool = False  # samples depend on each other, so one device must see them all
-    meets: bool = False  # its devices synchronize in the forward pass (a reduced loss), so they run at the same time
+    gang: bool = False  # its devices synchronize in the forward pass (a reduced loss), so they run at the same time
     recompute: bool = False  # the user asked for activation checkpointing
     input_bytes: float | None = None  # saved with recomputation; None: as much as `output_bytes`
     sequence_parallel: bool = False  # members of a tensor group each have a shard of what crosses cuts
