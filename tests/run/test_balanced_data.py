@@ -381,7 +381,7 @@ def test_a_checkpoint_resumes_data_on_other_ranks(pool, tmp_path):
 def test_stopped_after_any_step_data_and_a_sharded_optimizer_resume_on_1_to_6_ranks(pool, tmp_path):
     steps = 4
     whole, state, weights = pool.run(1, train_with_checkpoints, str(tmp_path / "whole"), steps)[0]
-    for step, num_ranks in [(1, 1), (2, 5)] if not RUNS_ALL else product(range(1, steps), range(1, 7)):
+    for step, num_ranks in [(2, 5)] if not RUNS_ALL else product(range(1, steps), range(1, 7)):
         folder = tmp_path / f"{step} {num_ranks}"
         pool.run(4, train_with_checkpoints, str(folder), step, planner="upfront", num_workers=1)
         options = {"planner": "upfront" if num_ranks % 2 else "sequential", "num_workers": num_ranks % 3}

@@ -15,16 +15,13 @@ pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="looks for proce
 FAULTS = (
     signalled("KILL", "forward", 0),
     signalled("KILL", "loading", 1),  # while it recovers
-    signalled("KILL", "transfer", 2),
     signalled("STOP", "sync", 1),
     Fault(action="flip", point="update", at=0, file=3, tenth=5),
-    signalled("KILL", "gather", 2),
     signalled("KILL", "writing", 1),
     Fault(action="full disk", point="writing", at=2),
     signalled("KILL", "renaming", 0),
     signalled("TERM", "replanning", "launcher"),
     signalled("KILL", "removing", 2),
-    Fault(action="KILL", point="backward", at=0, targets=(0, 2)),
     Fault(action="raise", point="reading", at=1),
 )
 
