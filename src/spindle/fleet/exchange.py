@@ -40,7 +40,7 @@ def best_cells(first, kind, limit, count, utility, required, held, prices):
 
 
 @njit(cache=True)
-def _take(cell, sign, kind, limit, count, free):
+def take(cell, sign, kind, limit, count, free):
     if cell >= 0:
         free[kind[cell]] -= sign * count[cell]
         if limit[cell] >= 0:
@@ -48,7 +48,7 @@ def _take(cell, sign, kind, limit, count, free):
 
 
 @njit(cache=True)
-def _fits_after(old, new, kind, limit, count, free):
+def fits_after(old, new, kind, limit, count, free):
     """Whether a job's change from one cell to another leaves no resource of the new cell oversubscribed."""
     if new < 0:
         return True
@@ -93,7 +93,7 @@ def _repair(first, kind, limit, count, utility, floor, choice, free):
                     new >= 0
                     and new != floor[job]
                     and kind[new] != kind[old]
-                    and not _fits_after(old, new, kind, limit, count, free)
+                    and not fits_after(old, new, kind, limit, count, free)
                 ):
                     continue
                 loss = utility[old] - (utility[new] if new >= 0 else 0.0)
@@ -103,14 +103,14 @@ def _repair(first, kind, limit, count, utility, floor, choice, free):
                     best_job, best_cell = job, new
         if best_job < 0:
             break
-        _take(choice[best_job], -1, kind, limit, count, free)
+        take(choice[best_job], -1, kind, limit, count, free)
         choice[best_job] = best_cell
-        _take(best_cell, 1, kind, limit, count, free)
+        take(best_cell, 1, kind, limit, count, free)
     # The floors, whose sum fits.
     for job in range(len(choice)):
-        _take(choice[job], -1, kind, limit, count, free)
+        take(choice[job], -1, kind, limit, count, free)
         choice[job] = floor[job]
-        _take(choice[job], 1, kind, limit, count, free)
+        take(choice[job], 1, kind, limit, count, free)
 
 
 @njit(cache=True)
@@ -133,7 +133,7 @@ def _losses(
             new = candidate if candidate >= first[job] else -1
             if new == old or (new >= 0 and utility[new] == FORBIDDEN):
                 continue
-            if not _fits_after(old, new, kind, limit, count, free):
+            if not fits_after(old, new, kind, limit, count, free):
                 continue
             freed = count[old]
             if new >= 0 and kind[new] == kind[old]:
@@ -234,7 +234,7 @@ def _exchange(first, kind, limit, count, utility, floor, choice, free, num_kinds
                 if old >= 0 and kind[old] == kind[new]:
                     missing -= count[old]
                 if missing <= 0:
-                    if _fits_after(old, new, kind, limit, count, free):
+                    if fits_after(old, new, kind, limit, count, free):
                         best = gain
                         best_job, best_cell, giver = job, new, -1
                     continue
@@ -257,22 +257,22 @@ def _exchange(first, kind, limit, count, utility, floor, choice, free, num_kinds
                     )
                 if other_job >= 0 and gain - lost > best:
                     # Both may want the same free devices of another kind or limit.
-                    _take(choice[other_job], -1, kind, limit, count, free)
-                    _take(other_cell, 1, kind, limit, count, free)
-                    if _fits_after(old, new, kind, limit, count, free):
+                    take(choice[other_job], -1, kind, limit, count, free)
+                    take(other_cell, 1, kind, limit, count, free)
+                    if fits_after(old, new, kind, limit, count, free):
                         best = gain - lost
                         best_job, best_cell, giver, giver_cell = job, new, other_job, other_cell
-                    _take(other_cell, -1, kind, limit, count, free)
-                    _take(choice[other_job], 1, kind, limit, count, free)
+                    take(other_cell, -1, kind, limit, count, free)
+                    take(choice[other_job], 1, kind, limit, count, free)
         if best_job < 0:
             return
         if giver >= 0:
-            _take(choice[giver], -1, kind, limit, count, free)
+            take(choice[giver], -1, kind, limit, count, free)
             choice[giver] = giver_cell
-            _take(giver_cell, 1, kind, limit, count, free)
-        _take(choice[best_job], -1, kind, limit, count, free)
+            take(giver_cell, 1, kind, limit, count, free)
+        take(choice[best_job], -1, kind, limit, count, free)
         choice[best_job] = best_cell
-        _take(best_cell, 1, kind, limit, count, free)
+        take(best_cell, 1, kind, limit, count, free)
 
 
 @njit(cache=True)
@@ -281,7 +281,7 @@ def allocate(first, kind, limit, count, utility, floor, required, held, capacity
     choice = best_cells(first, kind, limit, count, utility, required, held, prices)
     free = capacity.copy()
     for job in range(len(choice)):
-        _take(choice[job], 1, kind, limit, count, free)
+        take(choice[job], 1, kind, limit, count, free)
     _repair(first, kind, limit, count, utility, floor, choice, free)
     _exchange(first, kind, limit, count, utility, floor, choice, free, num_kinds, max_exchanges)
     total = 0.0
