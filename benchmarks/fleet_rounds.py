@@ -3,11 +3,13 @@
 1,280 devices of 4 kinds with 200 and 1,000 jobs, whose cells are those of Arena's table (needs `../shared/traces`
 beside the checkout) or any number of devices; then 10,000 devices of 8 kinds with 5,000 jobs. Utility over the LP bound
 (HiGHS) of the same round, and CPU time of a whole round with placement: the first one, in which every job is placed,
-and warm ones after 5 % of the running jobs have ended and as many have arrived.
+and warm ones after 5 % of the running jobs have ended and as many have arrived. What numba and scipy have imported is
+kept out of Python's full garbage collections, one of which would take 90 ms of a round.
 """
 
 from __future__ import annotations
 
+import gc
 import sys
 import time
 from dataclasses import replace
@@ -233,6 +235,8 @@ def main() -> None:
             )
             continue
         measure(fleet, cells, 20, 0, False)  # compiles
+        gc.collect()
+        gc.freeze()
         num_seeds = NUM_SEEDS if with_bound else 1
         entries = [entry for seed in range(num_seeds) for entry in measure(fleet, cells, num_jobs, seed, with_bound)]
         num_devices = fleet.cluster.num_devices

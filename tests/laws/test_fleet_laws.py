@@ -32,7 +32,7 @@ from spindle.fleet.event_log import action_line
 from spindle.fleet.events import Ticked
 from spindle.fleet.exchange import allocate
 from spindle.fleet.fleet import DeviceCount
-from spindle.fleet.state import evolve
+from spindle.fleet.policies import POLICIES
 
 QUICK = settings(max_examples=1000 if os.environ.get("SPINDLE_ALL_CASES") else 25, deadline=None)
 
@@ -264,21 +264,10 @@ def test_a_promised_deadline_is_met_whatever_comes_and_goes_beside_it(case):
     assert record.completion_s <= job.job.deadline_s
 
 
-@given(histories(), st.sampled_from(["sia", "crius", "gavel", "fcfs", "backfill"]))
+@given(histories(), st.sampled_from(sorted(POLICIES)))
 @QUICK
-def test_baselines_allocate_no_device_twice_either(history, policy):
-    def check(state):
-        fleets.check_allocation(evolve(state, fleet=fleets.fleet(_sizes(history[0])), columns=None))
-
-    run_history(*history, policy=policy, check=check)
-
-
-def _sizes(machines):
-    """The same nodes without teams, whose limits only `price` and `sia` know."""
-    sizes = {}
-    for size, kind in zip(machines.size_of_node, machines.kind_of_node, strict=True):
-        sizes.setdefault(machines.kinds[kind].name, []).append(size)
-    return sizes
+def test_no_policy_allocates_a_device_twice_or_more_to_a_team_than_its_limit(history, policy):
+    run_history(*history, policy=policy, check=fleets.check_allocation)
 
 
 @given(histories())

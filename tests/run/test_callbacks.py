@@ -113,6 +113,9 @@ def record_steps(rank: int, num_ranks: int, planning: dict[str, Any], **options:
     assert [record.step_s for record in recording.steps] == pytest.approx(result.step_s, rel=1e-9)
     assert recording.results == [result]
     assert recording.plans[0].planner == trainer.plan.planner
+    if planning.get("planner") is None and options.get("gradient_accumulation_steps") == 2:
+        # of two micro-steps and one update
+        assert 1 < recording.steps[0].predicted_s / result.predicted.makespan_s < 2
     assert recording.evaluations[0].losses == evaluating.losses
     assert evaluating.state.keys() == nn.ModuleDict(modules).state_dict().keys()
     if num_ranks > 1:
@@ -141,7 +144,7 @@ def record_steps(rank: int, num_ranks: int, planning: dict[str, Any], **options:
     [
         (1, {}, {}),
         (3, {}, {"max_grad_norm": 1e6}),  # which clips nothing
-        (2, {"shard_optimizer": True}, {}),
+        (2, {"shard_optimizer": True}, {"gradient_accumulation_steps": 2}),
         (2, {"planner": "pipeline"}, {"gradient_accumulation_steps": 2}),
     ],
 )

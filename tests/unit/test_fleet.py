@@ -459,6 +459,45 @@ def test_a_limit_of_a_team_is_never_exceeded():
     assert fleets.cells(state) == {"a": "2 x big"}
 
 
+@pytest.mark.parametrize("policy", POLICIES)
+def test_a_limit_holds_under_every_policy_and_holds_up_its_own_team_alone(policy):
+    teams = (Team(name="vision", limits=(DeviceCount(kind="big", num_devices=2),)),)
+    rigid = {("big", 2): 1.0}
+    jobs = [
+        fleets.submitted("a", rigid, team="vision"),
+        fleets.submitted("b", rigid, team="vision"),
+        fleets.submitted(
+            "c", {("big", 4): 1.0, ("big", 2): 2.0}, team="vision"
+        ),  # requests more than its team may have
+        fleets.submitted("d", rigid),
+    ]
+    state, _ = fleets.after(fleets.new_state(fleets.fleet({"big": [4]}, teams), policy=policy), *jobs)
+    state, _ = fleets.at(0.0, state)
+    for number in range(1, 4):
+        cells = fleets.cells(state)
+        of_team = [name for name in "abc" if cells.get(name)]
+        assert [cells[name] for name in of_team] == ["2 x big"]
+        assert cells["d"] == "2 x big"
+        completed = Completed(time_s=1000.0 * number, job=of_team[0], attempt=state.find(of_team[0]).attempt)
+        state, _ = fleets.after(state, completed)
+        state, _ = fleets.at(1000.0 * number, state)
+    assert fleets.cells(state) == {"d": "2 x big"}
+
+
+def test_a_later_job_of_a_team_is_backfilled_if_the_first_that_waits_for_the_limit_is_not_delayed():
+    teams = (Team(name="vision", limits=(DeviceCount(kind="big", num_devices=4),)),)
+    jobs = [
+        fleets.submitted("runs", {("big", 3): 1.0}, team="vision", num_steps=1000),
+        fleets.submitted("waits", {("big", 2): 1.0}, team="vision"),
+        fleets.submitted("long", {("big", 1): 1.0}, team="vision", num_steps=10_000),
+        fleets.submitted("short", {("big", 1): 1.0}, team="vision", num_steps=100),
+    ]
+    for policy, expected in (("backfill", ["runs", "long"]), ("fcfs", ["runs"])):
+        state, _ = fleets.after(fleets.new_state(fleets.fleet({"big": [8]}, teams), policy=policy), *jobs)
+        state, _ = fleets.at(0.0, state)
+        assert [name for name, cell in fleets.cells(state).items() if cell] == expected
+
+
 def test_a_promised_deadline_is_kept_against_jobs_that_are_worth_more():
     promised = fleets.submitted("a", SCALES, deadline_s=30_000.0, num_steps=10_000)
     state, _ = fleets.after(fleets.new_state(ONE_NODE), promised)

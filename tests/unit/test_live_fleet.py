@@ -18,6 +18,7 @@ import pytest
 from fleets import fleet, submitted
 from spindle.artifact import artifact_text, to_json
 from spindle.cli.main import run
+from spindle.display import seconds
 from spindle.errors import InputError, StoreError
 from spindle.fleet import (
     Cell,
@@ -756,6 +757,30 @@ def test_a_scripts_own_planner_plans_its_cells_or_it_is_said_why_not(
     out, text = told("estimate", str(script), "--fleet", "a100x4", "--planned", "--json")
     assert note in text
     assert [item["cell"]["num_devices"] for item in json.loads(out)["estimates"]] == counts
+
+
+def test_an_estimated_step_is_the_scripts_with_all_micro_steps_and_one_update(tmp_path, monkeypatch, capsys):
+    pytest.importorskip("torch")
+    script, cells, workloads = tmp_path / "train.py", {}, {}
+    for count in (1, 6):
+        accumulates = f"lr=0.1), gradient_accumulation_steps={count}"
+        script.write_text(PLANNED_SCRIPT.format("").replace("lr=0.1)", accumulates))
+        workloads[count] = captured_here(str(script))
+        monkeypatch.setattr("spindle.cli.script.workload_of_script", lambda *_, count=count: workloads[count])
+        for flags in ((), ("--planned",)):
+            assert run(["fleet", "estimate", str(script), "--fleet", "a100x4", *flags, "--json"]) == 0
+            told = json.loads(capsys.readouterr().out)["estimates"]
+            cells[count, bool(flags)] = {item["cell"]["num_devices"]: item["step_s"] for item in told}
+    for num_devices, step_s in cells[6, True].items():
+        assert cells[6, False][num_devices] == pytest.approx(6 * cells[1, False][num_devices])
+        assert cells[6, False][num_devices] < step_s < 6 * cells[1, True][num_devices]
+    # On one device, a step is its micro-steps and one update.
+    once_s, update_s = cells[1, True][1], cells[1, True][1] - cells[1, False][1]
+    assert cells[6, True][1] == pytest.approx(6 * (once_s - update_s) + update_s)
+    assert run(["plan", str(script), "--cluster", "a100x1"]) == 0
+    text = " ".join(capsys.readouterr().out.split())
+    assert "accumulates gradients over 6 batches of each task" in text
+    assert f"a step takes {seconds(cells[6, True][1])}, with one" in text
 
 
 def test_a_script_whose_planner_or_pipeline_suits_no_cell_is_refused_with_the_reason(tmp_path, monkeypatch, capsys):

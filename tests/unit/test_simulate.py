@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import replace
 
 import numpy as np
@@ -13,13 +14,13 @@ import small
 from spindle.cluster import cluster_named
 from spindle.errors import ProgramError
 from spindle.graph import metagraph_of
-from spindle.plan import parse_plan
+from spindle.plan import check, parse_plan
 from spindle.planners import PlanOptions, graph_bound_s, make_plan, step_bound_s
 from spindle.profile import roofline_profile, state_bytes
-from spindle.program import Backward, Exchange, Forward, OptimizerStep, SyncGradients, lower, parse_program
+from spindle.program import Backward, Exchange, Forward, OptimizerStep, SyncGradients, lower, parse_program, verify
 from spindle.program.text import format_program
 from spindle.recipes import RECIPES
-from spindle.simulate import simulate
+from spindle.simulate import accumulated, simulate, simulate_step
 from spindle.timeline import chrome_trace, measure
 
 
@@ -103,6 +104,34 @@ def test_an_update_takes_its_bytes_over_the_memory_bandwidth():
     _, timeline = run("x/vision#0[0:4]*4@0", profile)
     ((_, start, end),) = spans(timeline, OptimizerStep)
     assert end - start == pytest.approx(4 * 1_000_000 * 28 / 2e12 * 1e9, abs=1)
+
+
+@pytest.mark.parametrize("shards", [False, True])
+def test_a_step_of_several_micro_steps_synchronises_and_updates_once(shards):
+    profile = small.workload_profile({"x": ["vision"]}, num_devices=2)
+    plan = replace(parse_plan("x/vision#0[0:4]*4@0-1", profile), shard_optimizer=shards)
+    once, peak_bytes = simulate_step(plan, profile, 1)
+    forward_s, backward_s = profile.curve(0, profile.default_setting).times_s(2)
+    for count in (2, 3, 9):
+        step_s, repeated_bytes = simulate_step(plan, profile, count)
+        assert step_s == pytest.approx(once + (count - 1) * 4 * (forward_s + backward_s), rel=1e-6)
+        assert repeated_bytes == peak_bytes
+    repeated = accumulated(plan, profile, 3)
+    check(*repeated)
+    program = lower(*repeated)
+    verify(program, repeated[1])
+    kinds = Counter(type(instruction) for instruction in program.instructions)
+    alone = Counter(type(instruction) for instruction in lower(plan, profile).instructions)
+    for kind in (Forward, Backward):
+        assert kinds.pop(kind) == 3 * alone.pop(kind)
+    assert kinds == alone
+
+
+@given(small.graphs(), st.sampled_from(["sequential", "distmm", "task-level"]), st.integers(2, 6))
+def test_micro_steps_take_no_less_than_their_bounds_and_no_more_than_whole_steps(profile, planner, count):
+    plan = make_plan(profile, planner)
+    step_s, _ = simulate_step(plan, profile, count)
+    assert count * graph_bound_s(profile) * (1 - 1e-6) <= step_s <= count * plan.makespan_s * (1 + 1e-6)
 
 
 def test_peak_memory_is_state_and_activations_and_one_layers_working_space():

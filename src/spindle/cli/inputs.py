@@ -58,8 +58,8 @@ def load_step(
             raise InputError(f"{option} is for multimodal models ({', '.join(MODELS)}); leave it out for {given}")
     if given in RECIPES:
         return step_of(RECIPES[given], _real_cluster(given, num_devices, cluster_name))
-    profile = _load_profile(given, num_devices, cluster_name)
-    return Step(profile=lambda sizes: profile)
+    profile, num_micro_steps = _load_profile(given, num_devices, cluster_name)
+    return Step(profile=lambda sizes: profile, num_micro_steps=num_micro_steps)
 
 
 def load_profile(given: str, num_devices: int | None, cluster_name: str | None) -> Profile:
@@ -90,15 +90,16 @@ def left_out(leaves_out: Iterable[str], in_full: bool) -> list[str]:
     return [f"{count_of(len(texts), 'effect')} left out of these times; --assumptions lists them."] if texts else []
 
 
-def _load_profile(given: str, num_devices: int | None, cluster_name: str | None) -> Profile:
-    """A measured profile, an abstract graph with its own times, or a roofline of a workload or a training script."""
+def _load_profile(given: str, num_devices: int | None, cluster_name: str | None) -> tuple[Profile, int]:
+    """A measured profile, an abstract graph with its own times, or a roofline of a workload or a training script; and
+    how many batches of each task a step of the script accumulates."""
     if (words := script_words(given)) is not None:
         if not Path(words[0]).exists():
             raise InputError(f"{words[0]}: no such file")
         cluster = _real_cluster(given, num_devices, cluster_name)  # before the script runs
         workload = workload_of_script(*words)
         _refuse_unprintable(words[0], _names(workload))
-        return _roofline(words[0], workload, cluster)
+        return _roofline(words[0], workload, cluster), workload.gradient_accumulation_steps
     path = Path(given)
     if not path.exists() and path.suffix != ".json":
         raise InputError(
@@ -110,12 +111,13 @@ def _load_profile(given: str, num_devices: int | None, cluster_name: str | None)
         profile = abstract_profile(data, any_cluster(num_devices, cluster_name), given, name=name)
         names = [(f"ops[{position}].name", op.name) for position, op in enumerate(profile.graph.metaops)]
         _refuse_unprintable(given, [*names, *(("task", task) for task in profile.graph.tasks)])
-        return profile
+        return profile, 1
     if data.get("spindle") == "profile":
-        return _measured(data, given, num_devices, cluster_name)
+        return _measured(data, given, num_devices, cluster_name), 1
     workload = _workload(data, given)
     _refuse_unprintable(given, _names(workload))
-    return _roofline(given, workload, _real_cluster(given, num_devices, cluster_name))
+    profile = _roofline(given, workload, _real_cluster(given, num_devices, cluster_name))
+    return profile, workload.gradient_accumulation_steps
 
 
 def machines_of_plan(

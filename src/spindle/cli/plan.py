@@ -91,6 +91,7 @@ def plan(
     from spindle.artifact import artifact_text
     from spindle.cli.inputs import LEAVES_OUT, SEARCH, left_out, load_step, planner_input, refuse_planner, with_sizes
     from spindle.cli.terminal import note_compilation, notice, progress_bar, refuse_outputs, show, show_chart, show_text
+    from spindle.display import seconds
     from spindle.errors import InputError
     from spindle.plan import write_plan
     from spindle.planners import PLANNERS, PlanOptions, SearchResult, make_plan, planners_of
@@ -107,7 +108,7 @@ def plan(
         search_tables,
         timeline_chart,
     )
-    from spindle.simulate import simulate
+    from spindle.simulate import simulate, simulate_step
     from spindle.timeline import measure
 
     refuse_outputs(output, inputs=(given, cluster, samples))
@@ -149,6 +150,12 @@ def plan(
         return
     unknown = left_out(profile.leaves_out, assumptions) if step.is_pipeline else []
     show(plan_facts(new_plan, measure(timeline), profile), *unknown)
+    if step.num_micro_steps > 1:
+        step_s, _ = simulate_step(new_plan, profile, step.num_micro_steps)
+        show(
+            f"The script accumulates gradients over {step.num_micro_steps} batches of each task. The plan is for one "
+            f"of them; a step takes {seconds(step_s)}, with one synchronisation and one update."
+        )
     if show_search:
         show(*search_tables(name_of_step, results))
 

@@ -28,10 +28,8 @@ from spindle.planners import (
     planners_of,
 )
 from spindle.profile import Profile, Roofline, fitting, roofline_profile
-from spindle.program import lower
 from spindle.recipes import Step
-from spindle.simulate import simulate
-from spindle.timeline import measure
+from spindle.simulate import simulate_step
 from spindle.workload import GIVEN_PLAN, OWN_FUNCTION, Workload
 
 StepOn = Callable[[Cluster], Step]  # the step of a job on a cluster of one kind
@@ -71,7 +69,9 @@ def workload_step(
             )
         known = profiles.get(cluster.kind.name)
         profile = described(cluster) if known is None else _measured_on(known, cluster, described)
-        return Step(profile=lambda sizes: profile, planner=planner)
+        return Step(
+            profile=lambda sizes: profile, planner=planner, num_micro_steps=workload.gradient_accumulation_steps
+        )
 
     return step
 
@@ -139,7 +139,9 @@ def bound_estimate(step_on: StepOn, fleet: Fleet, cell: Cell) -> Estimate | None
 def _bound(step_on: StepOn, fleet: Fleet, cell: Cell) -> Estimate:
     step = step_on(fleet.cluster_of(fleet.kind_number(cell.kind), cell.num_devices))
     if step.pipeline_ranks is None:
-        return Estimate(cell=cell, step_s=graph_bound_s(step.whole), grade="bound")
+        # No device begins a layer again before all that depends on it has run backward: no micro-steps are faster
+        # together than one after the other.
+        return Estimate(cell=cell, step_s=step.num_micro_steps * graph_bound_s(step.whole), grade="bound")
     bound_s = pipeline_bound_s(step.split_profiles(), step.pipeline_ranks)
     return Estimate(cell=replace(cell, num_stages=step.pipeline_ranks), step_s=bound_s, grade="bound")
 
@@ -169,8 +171,8 @@ def planned_cell(
         plan = make_plan(profile, planner, given)
     except DoesNotFitError as error:
         return replace(bound, grade="planned", fits=False, memory_bytes=error.needed_bytes), None, None
-    peak_bytes = measure(simulate(lower(plan, profile), profile)).peak_bytes
-    return replace(bound, step_s=plan.makespan_s, grade="planned", memory_bytes=peak_bytes), plan, profile
+    step_s, peak_bytes = simulate_step(plan, profile, step.num_micro_steps)
+    return replace(bound, step_s=step_s, grade="planned", memory_bytes=peak_bytes), plan, profile
 
 
 def _planner_input(step: Step, options: PlanOptions) -> tuple[Profile, str, PlanOptions]:

@@ -6,6 +6,9 @@ other job that loses less by a smaller cell, a cell of another kind, or none. A 
 fractional job per resource, so the result is close to the bound.
 
 Columns as in `dual_prices`. `floor[job]` is a cell that the job never falls below, or -1; all floors fit together.
+
+Rounds spend most of their time here: inner loops refuse candidates by one comparison where they can, and call functions
+of many arrays (each argument is seven words) only for those that are left.
 """
 
 from __future__ import annotations
@@ -40,7 +43,7 @@ def best_cells(first, kind, limit, count, utility, required, held, prices):
 
 
 @njit(cache=True)
-def _take(cell, sign, kind, limit, count, free):
+def take(cell, sign, kind, limit, count, free):
     if cell >= 0:
         free[kind[cell]] -= sign * count[cell]
         if limit[cell] >= 0:
@@ -48,7 +51,7 @@ def _take(cell, sign, kind, limit, count, free):
 
 
 @njit(cache=True)
-def _fits_after(old, new, kind, limit, count, free):
+def fits_after(old, new, kind, limit, count, free):
     """Whether a job's change from one cell to another leaves no resource of the new cell oversubscribed."""
     if new < 0:
         return True
@@ -84,18 +87,15 @@ def _repair(first, kind, limit, count, utility, floor, choice, free):
             lowest = first[job] if floor[job] >= 0 else first[job] - 1  # the last one stands for "none"
             for candidate in range(lowest, first[job + 1]):
                 new = candidate if candidate >= first[job] else -1
-                if new >= 0 and utility[new] == FORBIDDEN:
-                    continue
                 freed = count[old]
-                if new >= 0 and (kind[new] == worst or limit[new] == worst):
-                    freed -= count[new]
-                if freed <= 0 or (
-                    new >= 0
-                    and new != floor[job]
-                    and kind[new] != kind[old]
-                    and not _fits_after(old, new, kind, limit, count, free)
-                ):
-                    continue
+                if new >= 0:
+                    if kind[new] == worst or limit[new] == worst:
+                        freed -= count[new]
+                    is_moved = new != floor[job] and kind[new] != kind[old]
+                    if utility[new] == FORBIDDEN or freed <= 0 or (is_moved and count[new] > free[kind[new]]):
+                        continue
+                    if is_moved and not fits_after(old, new, kind, limit, count, free):
+                        continue
                 loss = utility[old] - (utility[new] if new >= 0 else 0.0)
                 rate = loss / min(freed, -free[worst])
                 if rate < best:
@@ -103,93 +103,58 @@ def _repair(first, kind, limit, count, utility, floor, choice, free):
                     best_job, best_cell = job, new
         if best_job < 0:
             break
-        _take(choice[best_job], -1, kind, limit, count, free)
+        take(choice[best_job], -1, kind, limit, count, free)
         choice[best_job] = best_cell
-        _take(best_cell, 1, kind, limit, count, free)
+        take(best_cell, 1, kind, limit, count, free)
     # The floors, whose sum fits.
     for job in range(len(choice)):
-        _take(choice[job], -1, kind, limit, count, free)
+        take(choice[job], -1, kind, limit, count, free)
         choice[job] = floor[job]
-        _take(choice[job], 1, kind, limit, count, free)
+        take(choice[job], 1, kind, limit, count, free)
 
 
 @njit(cache=True)
-def _losses(
-    first, kind, limit, count, utility, floor, choice, free, loss, loss_job, loss_cell, second, second_job, second_cell
-):
-    """loss[k, d]: the least utility that one job loses by freeing d devices of kind k or more; `second` is the least of
-    another job."""
+def _losses(first, kind, limit, count, utility, floor, choice, free, loss, loser, left):
+    """loss[k, d, 0]: the least utility that a job loses by freeing d devices of kind k or more, loss[k, d, 1] that of
+    another job; `loser` are these jobs, `left` the cells that are left to them."""
     loss[:] = 1e300
-    second[:] = 1e300
-    loss_job[:] = -1
-    second_job[:] = -1
-    size = loss.shape[1]
+    loser[:] = -1
     for job in range(len(choice)):
         old = choice[job]
         if old < 0 or old == floor[job]:
             continue
-        lowest = first[job] if floor[job] >= 0 else first[job] - 1
-        for candidate in range(lowest, first[job + 1]):
-            new = candidate if candidate >= first[job] else -1
-            if new == old or (new >= 0 and utility[new] == FORBIDDEN):
-                continue
-            if not _fits_after(old, new, kind, limit, count, free):
-                continue
-            freed = count[old]
-            if new >= 0 and kind[new] == kind[old]:
+        resource, size, value = kind[old], count[old], utility[old]
+        if floor[job] < 0 and value < loss[resource, size, 1]:
+            _remember(loss[resource, size], loser[resource, size], left[resource, size], value, job, -1)
+        for new in range(first[job], first[job + 1]):
+            freed = size
+            if kind[new] == resource:
                 freed -= count[new]
-            if freed <= 0:
+                if freed <= 0:
+                    continue
+            elif count[new] > free[kind[new]]:
                 continue
-            lost = utility[old] - (utility[new] if new >= 0 else 0.0)
-            _remember(
-                kind[old],
-                min(freed, size - 1),
-                lost,
-                job,
-                new,
-                loss,
-                loss_job,
-                loss_cell,
-                second,
-                second_job,
-                second_cell,
-            )
+            lost = value - utility[new]  # more than any, if this cell is forbidden
+            if lost < loss[resource, freed, 1] and fits_after(old, new, kind, limit, count, free):
+                _remember(loss[resource, freed], loser[resource, freed], left[resource, freed], lost, job, new)
     for resource in range(loss.shape[0]):
-        for freed in range(size - 2, 0, -1):
-            for other in (0, 1):
-                if other == 0:
-                    lost, job, new = (
-                        loss[resource, freed + 1],
-                        loss_job[resource, freed + 1],
-                        loss_cell[resource, freed + 1],
-                    )
-                else:
-                    lost, job, new = (
-                        second[resource, freed + 1],
-                        second_job[resource, freed + 1],
-                        second_cell[resource, freed + 1],
-                    )
-                if job >= 0:
-                    _remember(
-                        resource, freed, lost, job, new, loss, loss_job, loss_cell, second, second_job, second_cell
-                    )
+        for freed in range(loss.shape[1] - 2, 0, -1):
+            for place in range(2):
+                lost = loss[resource, freed + 1, place]
+                if lost < loss[resource, freed, 1]:
+                    job, new = loser[resource, freed + 1, place], left[resource, freed + 1, place]
+                    _remember(loss[resource, freed], loser[resource, freed], left[resource, freed], lost, job, new)
 
 
 @njit(cache=True)
-def _remember(resource, freed, lost, job, new, loss, loss_job, loss_cell, second, second_job, second_cell):
+def _remember(loss, loser, left, lost, job, new):
     """Enter a candidate into the two least losses, of different jobs."""
-    if lost < loss[resource, freed]:
-        if loss_job[resource, freed] != job:
-            second[resource, freed] = loss[resource, freed]
-            second_job[resource, freed] = loss_job[resource, freed]
-            second_cell[resource, freed] = loss_cell[resource, freed]
-        loss[resource, freed] = lost
-        loss_job[resource, freed] = job
-        loss_cell[resource, freed] = new
-    elif lost < second[resource, freed] and loss_job[resource, freed] != job:
-        second[resource, freed] = lost
-        second_job[resource, freed] = job
-        second_cell[resource, freed] = new
+    if lost < loss[0]:
+        if loser[0] != job:
+            loss[1], loser[1], left[1] = loss[0], loser[0], left[0]
+        loss[0], loser[0], left[0] = lost, job, new
+    elif lost < loss[1] and loser[0] != job:
+        loss[1], loser[1], left[1] = lost, job, new
 
 
 @njit(cache=True)
@@ -198,29 +163,11 @@ def _exchange(first, kind, limit, count, utility, floor, choice, free, num_kinds
     size = 1
     for cell in range(len(count)):
         size = max(size, count[cell] + 1)
-    loss = np.empty((num_kinds, size))
-    second = np.empty((num_kinds, size))
-    loss_job = np.empty((num_kinds, size), dtype=np.int64)
-    loss_cell = np.empty((num_kinds, size), dtype=np.int64)
-    second_job = np.empty((num_kinds, size), dtype=np.int64)
-    second_cell = np.empty((num_kinds, size), dtype=np.int64)
+    loss = np.empty((num_kinds, size, 2))
+    loser = np.empty((num_kinds, size, 2), dtype=np.int64)
+    left = np.empty((num_kinds, size, 2), dtype=np.int64)
     for _ in range(max_exchanges):
-        _losses(
-            first,
-            kind,
-            limit,
-            count,
-            utility,
-            floor,
-            choice,
-            free,
-            loss,
-            loss_job,
-            loss_cell,
-            second,
-            second_job,
-            second_cell,
-        )
+        _losses(first, kind, limit, count, utility, floor, choice, free, loss, loser, left)
         best = _LEAST_GAIN
         best_job, best_cell, giver, giver_cell = -1, -1, -1, -1
         for job in range(len(choice)):
@@ -234,7 +181,7 @@ def _exchange(first, kind, limit, count, utility, floor, choice, free, num_kinds
                 if old >= 0 and kind[old] == kind[new]:
                     missing -= count[old]
                 if missing <= 0:
-                    if _fits_after(old, new, kind, limit, count, free):
+                    if fits_after(old, new, kind, limit, count, free):
                         best = gain
                         best_job, best_cell, giver = job, new, -1
                     continue
@@ -244,35 +191,27 @@ def _exchange(first, kind, limit, count, utility, floor, choice, free, num_kinds
                         num_free += count[old]
                     if num_free < count[new]:
                         continue
-                lost, other_job, other_cell = (
-                    loss[kind[new], missing],
-                    loss_job[kind[new], missing],
-                    loss_cell[kind[new], missing],
-                )
-                if other_job == job:
-                    lost, other_job, other_cell = (
-                        second[kind[new], missing],
-                        second_job[kind[new], missing],
-                        second_cell[kind[new], missing],
-                    )
+                place = 1 if loser[kind[new], missing, 0] == job else 0
+                lost = loss[kind[new], missing, place]
+                other_job, other_cell = loser[kind[new], missing, place], left[kind[new], missing, place]
                 if other_job >= 0 and gain - lost > best:
                     # Both may want the same free devices of another kind or limit.
-                    _take(choice[other_job], -1, kind, limit, count, free)
-                    _take(other_cell, 1, kind, limit, count, free)
-                    if _fits_after(old, new, kind, limit, count, free):
+                    take(choice[other_job], -1, kind, limit, count, free)
+                    take(other_cell, 1, kind, limit, count, free)
+                    if fits_after(old, new, kind, limit, count, free):
                         best = gain - lost
                         best_job, best_cell, giver, giver_cell = job, new, other_job, other_cell
-                    _take(other_cell, -1, kind, limit, count, free)
-                    _take(choice[other_job], 1, kind, limit, count, free)
+                    take(other_cell, -1, kind, limit, count, free)
+                    take(choice[other_job], 1, kind, limit, count, free)
         if best_job < 0:
             return
         if giver >= 0:
-            _take(choice[giver], -1, kind, limit, count, free)
+            take(choice[giver], -1, kind, limit, count, free)
             choice[giver] = giver_cell
-            _take(giver_cell, 1, kind, limit, count, free)
-        _take(choice[best_job], -1, kind, limit, count, free)
+            take(giver_cell, 1, kind, limit, count, free)
+        take(choice[best_job], -1, kind, limit, count, free)
         choice[best_job] = best_cell
-        _take(best_cell, 1, kind, limit, count, free)
+        take(best_cell, 1, kind, limit, count, free)
 
 
 @njit(cache=True)
@@ -281,7 +220,7 @@ def allocate(first, kind, limit, count, utility, floor, required, held, capacity
     choice = best_cells(first, kind, limit, count, utility, required, held, prices)
     free = capacity.copy()
     for job in range(len(choice)):
-        _take(choice[job], 1, kind, limit, count, free)
+        take(choice[job], 1, kind, limit, count, free)
     _repair(first, kind, limit, count, utility, floor, choice, free)
     _exchange(first, kind, limit, count, utility, floor, choice, free, num_kinds, max_exchanges)
     total = 0.0

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from spindle.fleet.columns import HAS_PROMISE, IS_URGENT, LEASE_UNTIL_S, WAITING_SINCE_S, FloatColumn, IntColumn
+from spindle.fleet.free_devices import FreeDevices
 
 if TYPE_CHECKING:
     from spindle.fleet.policies.policy import Round
@@ -30,18 +31,11 @@ class _Floors:
     def __init__(self, this_round: Round) -> None:
         self.this_round, self.columns = this_round, this_round.columns
         self.cell: IntColumn = np.full(self.columns.num_jobs, -1, dtype=np.int64)
-        self.free = this_round.capacity.copy()
-
-    def _fits(self, cell: int) -> bool:
-        limit = self.columns.limit[cell]
-        count = self.columns.count[cell]
-        return bool(count <= self.free[self.columns.kind[cell]] and (limit < 0 or count <= self.free[limit]))
+        self.free = FreeDevices(self.columns, this_round.capacity, self.cell)
 
     def _set(self, job: int, cell: int) -> None:
         self.cell[job] = cell
-        self.free[self.columns.kind[cell]] -= self.columns.count[cell]
-        if self.columns.limit[cell] >= 0:
-            self.free[self.columns.limit[cell]] -= self.columns.count[cell]
+        self.free.take(cell)
 
     def add_promises(self) -> None:
         """The cell in which a promised job meets its deadline; in order of arrival, as promises were given."""
@@ -51,14 +45,14 @@ class _Floors:
             kind = self.columns.kind_numbers[promised.kind]
             for cell in range(self.columns.first[job], self.columns.first[job + 1]):
                 matches = self.columns.kind[cell] == kind and self.columns.count[cell] == promised.num_devices
-                if matches and self.this_round.allowed[cell] and self._fits(cell):
+                if matches and self.this_round.allowed[cell] and self.free.fits(cell):
                     self._set(job, cell)
 
     def add_urgent(self, utility: FloatColumn) -> None:
         """Urgent jobs as if they were alone."""
         urgent = (self.columns.numbers[IS_URGENT] > 0) & (self.cell < 0)
         if urgent.any():
-            self._solve(urgent, utility, self.free)
+            self._solve(urgent, utility, np.array(self.free.left))
 
     def add_leases(self) -> tuple[int, ...]:
         """Jobs that have a lease keep their cell; those that have waited too long begin one, longest waits first, in
@@ -76,7 +70,7 @@ class _Floors:
         leased = open_floor & (self.this_round.held >= 0) & (columns.numbers[LEASE_UNTIL_S] > now_s)
         for job in np.flatnonzero(leased).tolist():
             held = int(self.this_round.held[job])
-            if self.this_round.allowed[held] and self._fits(held):
+            if self.this_round.allowed[held] and self.free.fits(held):
                 self._set(job, held)
                 num_leased[columns.kind[held]] += columns.count[held]
         waited_s = now_s - columns.numbers[WAITING_SINCE_S]
@@ -89,7 +83,7 @@ class _Floors:
                 cell
                 for cell in range(columns.first[job], columns.first[job + 1])
                 if self.this_round.allowed[cell]
-                and self._fits(cell)
+                and self.free.fits(cell)
                 and self._is_leasable(cell, num_leased, most_leased)
             ]
             if not cells and self._fits_empty_fleet(job):
@@ -123,13 +117,14 @@ class _Floors:
             if not team.guaranteed:
                 continue
             members = np.array([state.job.team == team.name for state in columns.jobs], dtype=bool)
-            num_free = np.zeros_like(self.free)
-            num_free[columns.num_kinds :] = self.free[columns.num_kinds :]
+            left = np.array(self.free.left)
+            num_free = np.zeros_like(left)
+            num_free[columns.num_kinds :] = left[columns.num_kinds :]
             for guarantee in team.guaranteed:
                 num_free[columns.kind_numbers[guarantee.kind]] = guarantee.num_devices
             own_cells = self.cell[members & (self.cell >= 0)]
             np.subtract.at(num_free, columns.kind[own_cells], columns.count[own_cells])
-            num_free = np.clip(num_free, 0, self.free)
+            num_free = np.clip(num_free, 0, left)
             members &= self.cell < 0
             if members.any() and num_free[: columns.num_kinds].any():
                 self._solve(members, utility, num_free)

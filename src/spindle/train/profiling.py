@@ -98,6 +98,7 @@ def _planned_as(workload: Workload, config: TrainConfig) -> Workload:
         tensor_degrees=tuple(planning.tensor_parallel_degrees.items()),
         planner=planner if planning.plan is None else GIVEN_PLAN,
         pipeline_parallel_degree=planning.pipeline_parallel_degree if planning.is_pipelined else None,
+        gradient_accumulation_steps=config.gradient_accumulation_steps,
     )
 
 

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 
 import torch
 
-from spindle.simulate import simulate
+from spindle.simulate import simulate_step
 from spindle.train.config import TrainConfig
 from spindle.train.header import BatchHeader
 from spindle.train.runtime import RankRuntime
@@ -20,12 +20,13 @@ class StepForecast:
 
     def __init__(self, runtime: RankRuntime, config: TrainConfig, device: torch.device) -> None:
         self._runtime, self._config = runtime, config
-        self._predicted_s: float | None = None  # of one micro-step, for a static plan
+        self._predicted_s: float | None = None  # for a static plan
         self._at_peak_s: dict[str, float] = {}  # how long a sample's FLOPs take at peak, by task variant
         if config.callbacks:
             planned = runtime.planned
             if not runtime.steps.plans_ahead:
-                self._predicted_s = simulate(planned.program, planned.profile).makespan_s
+                num_micro_steps = config.gradient_accumulation_steps
+                self._predicted_s, _ = simulate_step(planned.plan, planned.profile, num_micro_steps)
             peak = peak_flops(planned.profile) if device.type == "cuda" else None
             if peak is not None:
                 flops = flops_per_sample(runtime.workload.graph)
@@ -57,4 +58,4 @@ class StepForecast:
         if self._runtime.steps.plans_ahead:
             return sum(run.executor.program.plan.makespan_s for run in runs) or None
         is_as_planned = all(run.is_as_planned and len(run.microbatches) == len(run.profile.graph.tasks) for run in runs)
-        return self._predicted_s * len(runs) if self._predicted_s is not None and is_as_planned else None
+        return self._predicted_s if is_as_planned else None

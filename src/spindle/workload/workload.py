@@ -171,6 +171,7 @@ class Workload:
     num_steps: int | None = field(default=None, compare=False)  # steps of a script's first `fit`
     planner: str = field(default="", compare=False)  # of a script; empty: the default one
     pipeline_parallel_degree: int | None = field(default=None, compare=False)  # as a script gave it
+    gradient_accumulation_steps: int = field(default=1, compare=False)  # of a script: batches of each task in a step
 
     def __post_init__(self) -> None:
         if not self.tasks:
@@ -181,6 +182,11 @@ class Workload:
             raise WorkloadError(
                 f"workload {self.name!r}: pipeline_parallel_degree must be at least 1, got "
                 f"{self.pipeline_parallel_degree}"
+            )
+        if self.gradient_accumulation_steps < 1:
+            raise WorkloadError(
+                f"workload {self.name!r}: gradient_accumulation_steps must be at least 1, got "
+                f"{self.gradient_accumulation_steps}"
             )
         modules = {module.name: module for module in self.modules}
         _unique("module", [module.name for module in self.modules])

@@ -11,7 +11,9 @@ from __future__ import annotations
 import numpy as np
 
 from spindle.fleet.columns import Columns, IntColumn
-from spindle.fleet.policies.crius_search import fit, upgrade
+from spindle.fleet.exchange import fits_after
+from spindle.fleet.free_devices import FreeDevices
+from spindle.fleet.policies.crius_search import change, fit, upgrade
 from spindle.fleet.policies.fixed import requests
 from spindle.fleet.policies.policy import Choice, Round
 
@@ -28,9 +30,7 @@ def crius(this_round: Round) -> Choice:
     if not (this_round.num_arrived or this_round.num_departed or lost or not this_round.allowed.all()):
         return Choice(cells=cells, opportunistic=frozenset(tagged))
     problem = _Problem(this_round)
-    free = this_round.capacity[: columns.num_kinds].copy()
-    holding = cells[cells >= 0]
-    np.subtract.at(free, columns.kind[holding], columns.count[holding])
+    free: IntColumn = np.array(FreeDevices(columns, this_round.capacity, cells).left)
     num_trials, missed = 0, set()
     blocked = False
     for job in np.flatnonzero(cells < 0).tolist():
@@ -45,8 +45,7 @@ def crius(this_round: Round) -> Choice:
         num_trials += 1
         hit = _suspended(columns, cells, free, target, [row for row in sorted(tagged) if row > job])
         for row in hit:
-            free[columns.kind[cells[row]]] += columns.count[cells[row]]
-            cells[row] = -1
+            problem.change(row, -1, cells, free)
             tagged.discard(row)
         if problem.fit(job, cells, free):
             if blocked:
@@ -66,15 +65,16 @@ def crius(this_round: Round) -> Choice:
 def _suspended(columns: Columns, cells: IntColumn, free: IntColumn, target: int, below: list[int]) -> list[int]:
     """Opportunistic jobs, the latest first, whose devices an earlier job's request needs and gets; none if all
     together are not enough."""
-    kind, missing = int(columns.kind[target]), int(columns.count[target] - free[columns.kind[target]])
+    resources = [int(columns.kind[target]), *([int(columns.limit[target])] if columns.limit[target] >= 0 else [])]
+    missing = {resource: int(columns.count[target] - free[resource]) for resource in resources}
     hit: list[int] = []
     for row in reversed(below):
-        if missing <= 0:
-            break
-        if columns.kind[cells[row]] == kind:
+        of_row = {int(columns.kind[cells[row]]), int(columns.limit[cells[row]])}
+        if any(missing[resource] > 0 and resource in of_row for resource in resources):
             hit.append(row)
-            missing -= int(columns.count[cells[row]])
-    return hit if missing <= 0 else []
+            for resource in of_row.intersection(resources):
+                missing[resource] -= int(columns.count[cells[row]])
+    return hit if max(missing.values()) <= 0 else []
 
 
 class _Problem:
@@ -89,24 +89,26 @@ class _Problem:
         count = this_round.columns.count
         self.least = np.where(self.requested >= 0, (count[np.maximum(self.requested, 0)] + 1) // 2, 1)
 
-    def key(self, job: int) -> tuple[int, int, float]:
-        """Jobs with the same request and the same best rate are fitted alike."""
-        cell = self.requested[job]
-        return int(self.columns.kind[cell]), int(self.columns.count[cell]), float(self.columns.best_rate[job])
+    def key(self, job: int) -> tuple[int, int, int, float]:
+        """Jobs with the same request and the same best rate are fitted alike, if they have the same limit."""
+        cell, columns = self.requested[job], self.columns
+        request = int(columns.kind[cell]), int(columns.limit[cell]), int(columns.count[cell])
+        return *request, float(columns.best_rate[job])
 
     def _arguments(self) -> tuple[np.ndarray, ...]:
         columns = self.columns
-        return columns.first, columns.kind, columns.count, self.share, self.least
+        return columns.first, columns.kind, columns.limit, columns.count, self.share, self.least
+
+    def change(self, job: int, cell: int, cells: IntColumn, free: IntColumn) -> None:
+        change(self.columns.kind, self.columns.limit, self.columns.count, cells, free, job, cell)
 
     def fit(self, job: int, cells: IntColumn, free: IntColumn) -> bool:
         target = int(self.requested[job])
-        kind, count = self.columns.kind[target], self.columns.count[target]
-        if count <= free[kind]:
-            cells[job] = target
-            free[kind] -= count
+        if fits_after(-1, target, self.columns.kind, self.columns.limit, self.columns.count, free):
+            self.change(job, target, cells, free)
             return True
         depth = _SHALLOW_DEPTH if int((cells >= 0).sum()) > _MANY_RUNNING else _DEPTH
-        return bool(fit(*self._arguments(), job, target, cells, free, depth))
+        return bool(fit(*self._arguments(), job, target, cells, free, self.columns.num_kinds, depth))
 
     def upgrade(self, cells: IntColumn, free: IntColumn) -> None:
         upgrade(*self._arguments(), cells, free, _MAX_UPGRADES)

@@ -15,6 +15,7 @@ import numpy as np
 from spindle.errors import FleetError
 from spindle.fleet.columns import ARRIVAL_S, BoolColumn, FloatColumn, IntColumn
 from spindle.fleet.dual_prices import FORBIDDEN
+from spindle.fleet.free_devices import FreeDevices, within_limits
 from spindle.fleet.policies.fixed import requests
 from spindle.fleet.policies.policy import Choice, Round, largest_sum, worth_above
 from spindle.fleet.state import JobState
@@ -42,12 +43,12 @@ def fastest_rates(this_round: Round) -> FloatColumn:
 
 
 def _requested_counts(this_round: Round) -> BoolColumn:
-    """Cells with as many devices as their job requested."""
+    """Cells with as many devices as their job requested, if its team may have them."""
     columns = this_round.columns
     requested = requests(this_round)
     count = np.where(requested >= 0, columns.count[np.maximum(requested, 0)], -1) if len(columns.count) else requested
     usable: BoolColumn = (columns.count == count[columns.job_of_cell]) & this_round.allowed
-    return usable
+    return usable & within_limits(columns, this_round.capacity)
 
 
 def _normalised(this_round: Round) -> FloatColumn:
@@ -95,14 +96,16 @@ def _max_min_shares(this_round: Round, usable: BoolColumn) -> FloatColumn:
         return shares
     jobs, job = np.unique(columns.job_of_cell[cells], return_inverse=True)
     rates, num_cells, num_jobs = _normalised(this_round)[cells], len(cells), len(jobs)
+    counts, limit = columns.count[cells].astype(float), columns.limit[cells]
     # Variables: the share of each cell, then t. Constraints: t - rates <= 0, shares of a job <= 1, devices <= capacity.
-    column = np.arange(num_cells)
-    rows = [job, np.arange(num_jobs), num_jobs + job, 2 * num_jobs + columns.kind[cells]]
-    places = [column, np.full(num_jobs, num_cells), column, column]
-    values = [-rates, np.ones(num_jobs), np.ones(num_cells), columns.count[cells].astype(float)]
-    shape = (2 * num_jobs + columns.num_kinds, num_cells + 1)
+    column, limited = np.arange(num_cells), np.flatnonzero(limit >= 0)
+    of_kinds, of_limits = 2 * num_jobs + columns.kind[cells], 2 * num_jobs + limit[limited]
+    rows = [job, np.arange(num_jobs), num_jobs + job, of_kinds, of_limits]
+    places = [column, np.full(num_jobs, num_cells), column, column, limited]
+    values = [-rates, np.ones(num_jobs), np.ones(num_cells), counts, counts[limited]]
+    shape = (2 * num_jobs + len(this_round.capacity), num_cells + 1)
     matrix = coo_array((np.concatenate(values), (np.concatenate(rows), np.concatenate(places))), shape=shape)
-    limits = np.concatenate([np.zeros(num_jobs), np.ones(num_jobs), this_round.capacity[: columns.num_kinds]])
+    limits = np.concatenate([np.zeros(num_jobs), np.ones(num_jobs), this_round.capacity])
     # Objective: t, and a little of the sum, so that idle devices are used.
     objective = np.append(-1e-3 * rates / num_jobs, -1.0)
     # Solve.
@@ -118,8 +121,8 @@ def _by_priority(this_round: Round, shares: FloatColumn, usable: BoolColumn) -> 
     """Jobs in order of share over share received, each on that kind, as long as there are devices."""
     columns = this_round.columns
     job_of = columns.job_of_cell
-    free = this_round.capacity.copy()
     cells = np.full(columns.num_jobs, -1, dtype=np.int64)
+    free = FreeDevices(columns, this_round.capacity, cells)
     age_s = np.maximum(this_round.now_s - columns.numbers[ARRIVAL_S], 1.0)
     received = np.zeros(len(shares))
     candidates = np.flatnonzero(usable)
@@ -133,20 +136,12 @@ def _by_priority(this_round: Round, shares: FloatColumn, usable: BoolColumn) -> 
     held = np.zeros(len(shares), dtype=bool)
     held[this_round.held[this_round.held >= 0]] = True
     ordered = candidates[np.lexsort((candidates, ~held[candidates], -priority[candidates]))]
-    rooms = free.tolist()
-    entries = zip(
-        ordered.tolist(),
-        job_of[ordered].tolist(),
-        columns.kind[ordered].tolist(),
-        columns.count[ordered].tolist(),
-        strict=True,
-    )
     started: set[int] = set()
-    for cell, job, kind_number, count in entries:
-        if count <= rooms[kind_number] and job not in started:
+    for cell, job in zip(ordered.tolist(), job_of[ordered].tolist(), strict=True):
+        if job not in started and free.fits(cell):
             started.add(job)
             cells[job] = cell
-            rooms[kind_number] -= count
+            free.take(cell)
     return Choice(cells=cells)
 
 
