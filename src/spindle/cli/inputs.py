@@ -24,6 +24,7 @@ from spindle.planners import (
     choose_colocation,
     choose_layout,
     pipeline_bound_s,
+    planner_of,
     planners_of,
 )
 from spindle.profile import Profile, Roofline, abstract_profile, roofline_profile
@@ -58,8 +59,7 @@ def load_step(
             raise InputError(f"{option} is for multimodal models ({', '.join(MODELS)}); leave it out for {given}")
     if given in RECIPES:
         return step_of(RECIPES[given], _real_cluster(given, num_devices, cluster_name))
-    profile = _load_profile(given, num_devices, cluster_name)
-    return Step(profile=lambda sizes: profile)
+    return _load_step(given, num_devices, cluster_name)
 
 
 def load_profile(given: str, num_devices: int | None, cluster_name: str | None) -> Profile:
@@ -90,7 +90,7 @@ def left_out(leaves_out: Iterable[str], in_full: bool) -> list[str]:
     return [f"{count_of(len(texts), 'effect')} left out of these times; --assumptions lists them."] if texts else []
 
 
-def _load_profile(given: str, num_devices: int | None, cluster_name: str | None) -> Profile:
+def _load_step(given: str, num_devices: int | None, cluster_name: str | None) -> Step:
     """A measured profile, an abstract graph with its own times, or a roofline of a workload or a training script."""
     if (words := script_words(given)) is not None:
         if not Path(words[0]).exists():
@@ -98,7 +98,7 @@ def _load_profile(given: str, num_devices: int | None, cluster_name: str | None)
         cluster = _real_cluster(given, num_devices, cluster_name)  # before the script runs
         workload = workload_of_script(*words)
         _refuse_unprintable(words[0], _names(workload))
-        return _roofline(words[0], workload, cluster)
+        return _step_of_workload(words[0], workload, cluster)
     path = Path(given)
     if not path.exists() and path.suffix != ".json":
         raise InputError(
@@ -110,12 +110,13 @@ def _load_profile(given: str, num_devices: int | None, cluster_name: str | None)
         profile = abstract_profile(data, any_cluster(num_devices, cluster_name), given, name=name)
         names = [(f"ops[{position}].name", op.name) for position, op in enumerate(profile.graph.metaops)]
         _refuse_unprintable(given, [*names, *(("task", task) for task in profile.graph.tasks)])
-        return profile
+        return Step(profile=lambda sizes: profile)
     if data.get("spindle") == "profile":
-        return _measured(data, given, num_devices, cluster_name)
+        measured = _measured(data, given, num_devices, cluster_name)
+        return Step(profile=lambda sizes: measured)
     workload = _workload(data, given)
     _refuse_unprintable(given, _names(workload))
-    return _roofline(given, workload, _real_cluster(given, num_devices, cluster_name))
+    return _step_of_workload(given, workload, _real_cluster(given, num_devices, cluster_name))
 
 
 def machines_of_plan(
@@ -202,12 +203,15 @@ def load_plan(path: Path, profile: Profile, given: str = "") -> Plan:
     return replace(plan, folded_s=max(span.end_s for span in spans(plan, profile)))
 
 
-def _roofline(given: str, workload: Workload, cluster: Cluster) -> Profile:
-    profile = roofline_profile(metagraph_of(workload), cluster, Roofline())
+def _step_of_workload(given: str, workload: Workload, cluster: Cluster) -> Step:
     try:
-        return profile.with_degrees(dict(workload.tensor_degrees))
+        profile = roofline_profile(metagraph_of(workload), cluster, Roofline()).with_degrees(
+            dict(workload.tensor_degrees)
+        )
     except ProfileError as error:
         raise InputError(f"{given}: {error}") from error
+    planner, reason = planner_of(workload)
+    return Step(profile=lambda sizes: profile, planner=planner, not_own_planner=reason)
 
 
 def _names(workload: Workload) -> Iterator[tuple[str, str]]:

@@ -60,7 +60,7 @@ class Step:
     choices of a planner, of which the first leaves microbatches whole. `part_profiles` returns the step with its item
     calls in parts, first with each call as one part; nothing if the model has no item calls. Steps of pipelines have
     `pipeline_ranks`, and `peak_s`: the time that the model's FLOPs take at the peak of all devices. `planner` plans the
-    step of a script, which is no pipeline.
+    step of a script, which is no pipeline; if that is not the script's own, `not_own_planner` says why.
     """
 
     profile: Callable[[Mapping[str, int]], Profile]
@@ -69,6 +69,7 @@ class Step:
     pipeline_ranks: int | None = None
     peak_s: float | None = None
     planner: str = "wavefront"
+    not_own_planner: str = ""
 
     @property
     def whole(self) -> Profile:
