@@ -8,8 +8,8 @@ import textwrap
 from dataclasses import replace
 
 import pytest
-import small
 
+import small
 from spindle.cli.main import run
 from spindle.cli.script import workload_of_script
 from spindle.train.bind import bind, trace_all

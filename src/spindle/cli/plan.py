@@ -34,8 +34,8 @@ def plan(
             "--planner",
             metavar="NAME",
             help="wavefront (the default, unless the script names another), paper, sequential, distmm, task-level or "
-            "exhaustive. For multimodal models: pipeline (the default), colocate, upfront, stage-0, dedicated, optimus, static, static-sorted, zb-h1, vpp "
-            "or 1f1b.",
+            "exhaustive. For multimodal models: pipeline (the default), colocate, upfront, stage-0, dedicated, "
+            "optimus, static, static-sorted, zb-h1, vpp or 1f1b.",
             show_default=False,
         ),
     ] = None,
