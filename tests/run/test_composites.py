@@ -533,10 +533,26 @@ class Averaging(Pair):
         return {"loss": (self.first(x) * self.second(y)).mean()}
 
 
-def test_a_forward_that_changes_its_parameters_is_refused():
-    pair = module("pair", Averaging().double())
+class MeanTeacher(Pair):
+    """Begins with a teacher that equals its student, and so is written with the values that it has."""
+
+    def __init__(self):
+        super().__init__()
+        self.second.load_state_dict(self.first.state_dict())
+        self.second.requires_grad_(False)
+
+    def forward(self, x, y):
+        with torch.no_grad():
+            for teacher, student in zip(self.second.parameters(), self.first.parameters(), strict=True):
+                teacher.lerp_(student, 0.1)
+        return {"loss": (self.first(x) * self.second(y)).mean()}
+
+
+@pytest.mark.parametrize("kind", [Averaging, MeanTeacher])
+def test_a_forward_that_changes_its_parameters_is_refused(kind):
+    pair = module("pair", kind().double())
     match = task(batch_size=4, name="match")(lambda batch: pair(batch["x"], batch["y"])["loss"])
     batch = {name: torch.randn(4, 8, dtype=torch.float64) for name in "xy"}
     trainer = Trainer([match], optimizer=lambda named: torch.optim.SGD([weight for _, weight in named], 0.1))
-    with pytest.raises(WorkloadError, match=r"forward of Averaging changes parameters .* in buffers"):
+    with pytest.raises(WorkloadError, match=rf"forward of {kind.__name__} changes parameters .* in buffers"):
         trainer.fit({"match": [batch]}, steps=1, progress=False)

@@ -5,9 +5,11 @@ from __future__ import annotations
 import json
 import runpy
 import textwrap
+from dataclasses import replace
 
 import pytest
 
+import small
 from spindle.cli.main import run
 from spindle.cli.script import workload_of_script
 from spindle.train.bind import bind, trace_all
@@ -231,7 +233,7 @@ def test_a_pretrained_model_is_planned_without_reading_its_weights(write, tmp_pa
     assert len(asked.modules[0].layers) == 5
 
 
-def test_tensor_degrees_of_a_trainer_hold_for_its_plan(write, capfd):
+def test_tensor_degrees_and_planner_of_a_trainer_hold_for_its_plan(write, capfd):
     training = write(
         """
         import torch
@@ -257,16 +259,32 @@ def test_tensor_degrees_of_a_trainer_hold_for_its_plan(write, capfd):
         def make(named):
             return torch.optim.AdamW([one for _, one in named])
 
-        planning = spindle.Planning(tensor_parallel_degrees={"model": 4})
+        planning = spindle.Planning(planner="sequential", tensor_parallel_degrees={"model": 4})
         trainer = spindle.Trainer([predict], optimizer=make, planning=planning)
         trainer.fit({"predict": [torch.zeros(16, 32)]}, steps=1)
         """
     )
-    assert run(["plan", training, "--cluster", "h100x8", "--planner", "sequential", "--json"]) == 0
-    assert ["model", 4] in json.loads(capfd.readouterr().out)["tensor_degrees"]
+    assert run(["plan", training, "--cluster", "h100x8", "--json"]) == 0
+    plan = json.loads(capfd.readouterr().out)
+    assert plan["planner"] == "sequential"
+    assert ["model", 4] in plan["tensor_degrees"]
     assert run(["plan", training, "--cluster", "h100x2"]) == 2
     message = " ".join(capfd.readouterr().err.split())
     assert "train.py: tensor degree 4 is given for module 'model', which can have 1, 2" in message
+
+
+def test_a_planner_that_only_the_script_can_run_is_replaced_with_a_notice(tmp_path, capfd):
+    workload = replace(small.workload({"see": ["vision"]}), planner="pipeline")
+    write_workload(path := tmp_path / "workload.json", workload)
+    reason = "the script's planner 'pipeline' plans the microbatches of each step, which only the running script has"
+    assert run(["plan", str(path), "--cluster", "h100x2", "--json"]) == 0
+    written = capfd.readouterr()
+    assert json.loads(written.out)["planner"] == "wavefront"
+    assert f"planned with 'wavefront': {reason}" in written.err
+    assert run(["plan", str(path), "--cluster", "h100x2", "--planner", "paper"]) == 0
+    assert reason not in capfd.readouterr().err
+    assert run(["compare", str(path), "--cluster", "h100x2"]) == 0
+    assert f"the plan of the script itself is not compared: {reason}" in capfd.readouterr().err
 
 
 @pytest.mark.parametrize(

@@ -6,6 +6,7 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
+import torch.nn.functional as F  # noqa: E402
 from torch import nn  # noqa: E402
 
 import zoo  # noqa: E402
@@ -209,6 +210,32 @@ def test_outputs_of_a_module_are_unpacked_as_in_python(loss):
     assert torch.allclose(ours, loss(both.module(**example)))
     ours.backward()
     assert both.module.tower.weight.grad.abs().sum() > 0
+
+
+class Queued(nn.Module):
+    """Compares samples with a queue of earlier ones, whose position it reads, as MoCo does."""
+
+    def __init__(self):
+        super().__init__()
+        self.tower = nn.Linear(4, 4)
+        self.register_buffer("queue", torch.ones(4, 6))
+        self.register_buffer("position", torch.tensor(2))
+
+    def forward(self, x):
+        scores = self.tower(x) @ self.queue
+        start = int(self.position)
+        self.queue[:, start : start + len(x)] = x.detach().T
+        self.position += len(x)
+        return scores, torch.zeros(len(x), dtype=torch.long)
+
+
+def test_outputs_of_a_module_that_reads_values_are_unpacked():
+    queued, example = module("queued", Queued()), {"x": torch.randn(2, 4)}
+    recorded = record(task(batch_size=2, name="unpacked")(lambda batch: F.cross_entropy(*queued(batch["x"]))), example)
+    assert queued.module.position == 2
+    assert bool((queued.module.queue == 1).all())
+    outputs = queued.module(example["x"])
+    assert torch.equal(recorded.loss(example, outputs), F.cross_entropy(*outputs))
 
 
 def test_a_loop_over_a_length_that_changes_makes_another_variant():

@@ -150,6 +150,8 @@ def compare(
     options = PlanOptions(
         seed=seed, evaluations=evaluations, time_limit_s=time_limit, pipeline_ranks=step.pipeline_ranks
     )
+    if step.not_own_planner:
+        notice(f"the plan of the script itself is not compared: {step.not_own_planner}")
     whole = step.whole
     plans, refusals = plans_of(step, options)
     reference = REFERENCE[step.is_pipeline]

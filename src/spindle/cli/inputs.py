@@ -24,6 +24,7 @@ from spindle.planners import (
     choose_colocation,
     choose_layout,
     pipeline_bound_s,
+    planner_of,
     planners_of,
 )
 from spindle.profile import Profile, Roofline, abstract_profile, roofline_profile
@@ -58,8 +59,7 @@ def load_step(
             raise InputError(f"{option} is for multimodal models ({', '.join(MODELS)}); leave it out for {given}")
     if given in RECIPES:
         return step_of(RECIPES[given], _real_cluster(given, num_devices, cluster_name))
-    profile, num_micro_steps = _load_profile(given, num_devices, cluster_name)
-    return Step(profile=lambda sizes: profile, num_micro_steps=num_micro_steps)
+    return _load_step(given, num_devices, cluster_name)
 
 
 def load_profile(given: str, num_devices: int | None, cluster_name: str | None) -> Profile:
@@ -90,16 +90,15 @@ def left_out(leaves_out: Iterable[str], in_full: bool) -> list[str]:
     return [f"{count_of(len(texts), 'effect')} left out of these times; --assumptions lists them."] if texts else []
 
 
-def _load_profile(given: str, num_devices: int | None, cluster_name: str | None) -> tuple[Profile, int]:
-    """A measured profile, an abstract graph with its own times, or a roofline of a workload or a training script; and
-    how many batches of each task a step of the script accumulates."""
+def _load_step(given: str, num_devices: int | None, cluster_name: str | None) -> Step:
+    """A measured profile, an abstract graph with its own times, or a roofline of a workload or a training script."""
     if (words := script_words(given)) is not None:
         if not Path(words[0]).exists():
             raise InputError(f"{words[0]}: no such file")
         cluster = _real_cluster(given, num_devices, cluster_name)  # before the script runs
         workload = workload_of_script(*words)
         _refuse_unprintable(words[0], _names(workload))
-        return _roofline(words[0], workload, cluster), workload.gradient_accumulation_steps
+        return _step_of_workload(words[0], workload, cluster)
     path = Path(given)
     if not path.exists() and path.suffix != ".json":
         raise InputError(
@@ -111,13 +110,13 @@ def _load_profile(given: str, num_devices: int | None, cluster_name: str | None)
         profile = abstract_profile(data, any_cluster(num_devices, cluster_name), given, name=name)
         names = [(f"ops[{position}].name", op.name) for position, op in enumerate(profile.graph.metaops)]
         _refuse_unprintable(given, [*names, *(("task", task) for task in profile.graph.tasks)])
-        return profile, 1
+        return Step(profile=lambda sizes: profile)
     if data.get("spindle") == "profile":
-        return _measured(data, given, num_devices, cluster_name), 1
+        measured = _measured(data, given, num_devices, cluster_name)
+        return Step(profile=lambda sizes: measured)
     workload = _workload(data, given)
     _refuse_unprintable(given, _names(workload))
-    profile = _roofline(given, workload, _real_cluster(given, num_devices, cluster_name))
-    return profile, workload.gradient_accumulation_steps
+    return _step_of_workload(given, workload, _real_cluster(given, num_devices, cluster_name))
 
 
 def machines_of_plan(
@@ -204,12 +203,20 @@ def load_plan(path: Path, profile: Profile, given: str = "") -> Plan:
     return replace(plan, folded_s=max(span.end_s for span in spans(plan, profile)))
 
 
-def _roofline(given: str, workload: Workload, cluster: Cluster) -> Profile:
-    profile = roofline_profile(metagraph_of(workload), cluster, Roofline())
+def _step_of_workload(given: str, workload: Workload, cluster: Cluster) -> Step:
     try:
-        return profile.with_degrees(dict(workload.tensor_degrees))
+        profile = roofline_profile(metagraph_of(workload), cluster, Roofline()).with_degrees(
+            dict(workload.tensor_degrees)
+        )
     except ProfileError as error:
         raise InputError(f"{given}: {error}") from error
+    planner, reason = planner_of(workload)
+    return Step(
+        profile=lambda sizes: profile,
+        planner=planner,
+        num_micro_steps=workload.gradient_accumulation_steps,
+        not_own_planner=reason,
+    )
 
 
 def _names(workload: Workload) -> Iterator[tuple[str, str]]:

@@ -33,9 +33,9 @@ def plan(
         typer.Option(
             "--planner",
             metavar="NAME",
-            help="wavefront (the default), paper, sequential, distmm, task-level or exhaustive. For multimodal models: "
-            "pipeline (the default), colocate, upfront, stage-0, dedicated, optimus, static, static-sorted, zb-h1, vpp "
-            "or 1f1b.",
+            help="wavefront (the default, unless the script names another), paper, sequential, distmm, task-level or "
+            "exhaustive. For multimodal models: pipeline (the default), colocate, upfront, stage-0, dedicated, "
+            "optimus, static, static-sorted, zb-h1, vpp or 1f1b.",
             show_default=False,
         ),
     ] = None,
@@ -114,7 +114,7 @@ def plan(
     refuse_outputs(output, inputs=(given, cluster, samples))
     batch = BatchOptions(num_microbatches=microbatches, seed=batch_seed, samples=samples, mix=mix)
     step = load_step(given, devices, cluster, batch)
-    name = planner or planners_of(step.is_pipeline)[0]
+    name = planner or (planners_of(True)[0] if step.is_pipeline else step.planner)
     refuse_planner(name, given, step)
     chosen = PLANNERS[name]
     if show_search and chosen.search is None:
@@ -128,6 +128,8 @@ def plan(
         lanes=MOST_LANES if lanes is None else lanes,
         quotas=True,  # where a profile has times on some of the SMs
     )
+    if planner is None and step.not_own_planner:
+        notice(f"planned with {name!r}: {step.not_own_planner}")
     note_compilation(step.is_pipeline)
     with progress_bar(f"planning {name_of_step}", 1.0) as report:
         profile, options = planner_input(step, chosen, options)

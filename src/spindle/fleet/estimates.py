@@ -19,18 +19,17 @@ from spindle.fleet.job import Job
 from spindle.graph import metagraph_of
 from spindle.plan import Plan
 from spindle.planners import (
-    PLANNERS,
     PlanOptions,
     choose_layout,
     graph_bound_s,
     make_plan,
     pipeline_bound_s,
-    planners_of,
+    planner_of,
 )
 from spindle.profile import Profile, Roofline, fitting, roofline_profile
 from spindle.recipes import Step
 from spindle.simulate import simulate_step
-from spindle.workload import GIVEN_PLAN, OWN_FUNCTION, Workload
+from spindle.workload import GIVEN_PLAN, Workload
 
 StepOn = Callable[[Cluster], Step]  # the step of a job on a cluster of one kind
 _UNSUITABLE = (ClusterError, ProfileError, WorkloadError)  # a number of devices that does not suit a job
@@ -76,22 +75,12 @@ def workload_step(
     return step
 
 
-def planner_of(workload: Workload) -> tuple[str, str]:
-    """The planner that plans the cells of a workload. If that is not its script's, also a sentence that says so. The
-    script then gets no plan, and plans for itself when it starts."""
-    default, chosen = planners_of(is_pipeline=False)[0], workload.planner
-    if not chosen or (chosen in PLANNERS and not PLANNERS[chosen].is_pipeline):
-        return chosen or default, ""
-    if chosen == OWN_FUNCTION:
-        subject, reason = "the script's planner is a function", "only the script can call it"
-    elif chosen == GIVEN_PLAN:
-        subject, reason = "the script has a plan of its own", "that is for one number of devices (give it as --count)"
-    elif chosen in PLANNERS:
-        subject = f"planner {chosen!r} of the script"
-        reason = "a pipeline is planned from the microbatches of each step, which only the running script has"
-    else:
-        subject, reason = f"planner {chosen!r} of the script", "no planner has that name here"
-    return default, f"{subject}: cells are estimated with {default!r}, because {reason}"
+def other_planner_note(workload: Workload) -> str:
+    """A sentence if cells are not estimated with the planner of the workload's script, which then plans for itself when
+    it starts; else empty."""
+    planner, reason = planner_of(workload)
+    hint = " (give it as --count)" if workload.planner == GIVEN_PLAN else ""
+    return f"cells are estimated with {planner!r}: {reason}{hint}" if reason else ""
 
 
 def _measured_on(measured: Profile, cluster: Cluster, described: Callable[[Cluster], Profile]) -> Profile:

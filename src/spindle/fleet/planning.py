@@ -14,7 +14,7 @@ from typing import Any
 from spindle.artifact import artifact_from_json, artifact_text
 from spindle.errors import SpindleError
 from spindle.fleet.cells import Cell, Estimate
-from spindle.fleet.estimates import StepOn, bound_estimates, planned_cell, planner_of, workload_step
+from spindle.fleet.estimates import StepOn, bound_estimates, other_planner_note, planned_cell, workload_step
 from spindle.fleet.fleet import Fleet
 from spindle.fleet.job import Job
 from spindle.fleet.store import Submission
@@ -111,7 +111,7 @@ def planner_note(submission: Submission) -> str:
     """A sentence if a script's cells are not estimated with the planner that it chose; else empty."""
     if submission.workload is None:
         return ""
-    return planner_of(artifact_from_json(submission.workload, "workload", "workload", Workload))[1]
+    return other_planner_note(artifact_from_json(submission.workload, "workload", "workload", Workload))
 
 
 def changed_job(job: Job, submission: Submission, fleet: Fleet, tasks: str) -> ChangedJob:

@@ -7,6 +7,7 @@ from spindle.models.composite import Glue, OpenedComposite, PartCall, matched_le
 from spindle.models.cross_entropy import CrossEntropies
 from spindle.models.effects import DrawWatch, host_random_state
 from spindle.models.fake import (
+    NEEDS_VALUES,
     FakeWeights,
     RandomWeights,
     as_when_compiling,
@@ -43,6 +44,7 @@ from spindle.models.zeros import zero_output, zero_outputs, zero_weights, zeros_
 
 __all__ = [
     "MAX_TENSOR_DEGREE",
+    "NEEDS_VALUES",
     "Chain",
     "ChainLayer",
     "CrossEntropies",

@@ -37,6 +37,7 @@ from spindle.planners.problem import Problem, Timed, problem_of
 from spindle.planners.quotas import with_quotas
 from spindle.planners.wavefront import plan_wavefront
 from spindle.profile import Profile
+from spindle.workload import GIVEN_PLAN, OWN_FUNCTION, Workload
 
 __all__ = [
     "PLANNERS",
@@ -71,6 +72,7 @@ __all__ = [
     "pipeline_bound",
     "pipeline_bound_s",
     "pipeline_layout",
+    "planner_of",
     "planners_of",
     "problem_of",
     "read_frame",
@@ -145,6 +147,21 @@ PLANNERS: Mapping[str, Planner] = {planner.name: planner for planner in _ALL}
 def planners_of(is_pipeline: bool) -> tuple[str, ...]:
     """The names of the planners of pipelines, or of all other planners. The first one is the default."""
     return tuple(name for name, planner in PLANNERS.items() if planner.is_pipeline == is_pipeline)
+
+
+def planner_of(workload: Workload) -> tuple[str, str]:
+    """The planner that plans a workload without its script. If that is not the script's own, also the reason."""
+    default, chosen = planners_of(is_pipeline=False)[0], workload.planner
+    if not chosen or (chosen in PLANNERS and not PLANNERS[chosen].is_pipeline):
+        return chosen or default, ""
+    if chosen == OWN_FUNCTION:
+        return default, "the script's planner is a function, which only the script can call"
+    if chosen == GIVEN_PLAN:
+        return default, "the script has a plan of its own, which is for one number of devices"
+    if chosen in PLANNERS:
+        reason = "plans the microbatches of each step, which only the running script has"
+        return default, f"the script's planner {chosen!r} {reason}"
+    return default, f"no planner here is called {chosen!r}, as the script's is"
 
 
 def make_plan(

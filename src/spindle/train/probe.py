@@ -28,7 +28,8 @@ from spindle.train.item_probe import probe_items
 from spindle.train.record import RecordedCall, handles_of, parameter_names
 from spindle.train.sequence_probe import probe_sequences
 from spindle.train.task_errors import line_of, named_call
-from spindle.train.trace import TracedTask, Visit, unchanged, walk
+from spindle.train.trace import TracedTask, Visit, walk
+from spindle.train.unchanged import unchanged
 
 # Why a call is taken to couple its samples.
 KEEPS = "it keeps something of the samples it sees"

@@ -26,7 +26,7 @@ from spindle.train.kinds import kinds_of
 from spindle.train.progress import Progress
 from spindle.train.task import TaskDefinition
 from spindle.train.task_errors import explained_errors
-from spindle.train.trace import unchanged
+from spindle.train.unchanged import unchanged
 from spindle.workload import GIVEN_PLAN, OWN_FUNCTION, Workload, write_workload
 
 

@@ -17,13 +17,14 @@ from typing import Any
 import numpy
 import torch
 from torch import fx, nn
-from torch._subclasses.fake_tensor import FakeTensorMode
+from torch._subclasses.fake_tensor import FakeTensorMode, unset_fake_temporarily
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves, tree_map
 
 from spindle.errors import WorkloadError
 from spindle.launch import is_debugging, is_users
 from spindle.models import (
+    NEEDS_VALUES,
     Chain,
     ModuleSnapshot,
     as_when_compiling,
@@ -32,6 +33,7 @@ from spindle.models import (
     fake_mode,
     whole_chain,
     without_torch_logs,
+    zero_output,
     zeros_like,
 )
 from spindle.run import on_device, pytree_meta
@@ -55,6 +57,7 @@ from spindle.train.task import (
 )
 from spindle.train.task_errors import line_of, line_of_node, mark_line
 from spindle.train.tracer import GradientTracer
+from spindle.train.unchanged import unchanged
 
 Handles = dict[str, ModuleHandle]  # modules by name
 
@@ -203,9 +206,18 @@ class _AttributeProxy(_Sized, fx.proxy.Attribute):
 class _TaskTracer(GradientTracer):
     """Traces a function of the batch. A module that is called without a handle is refused."""
 
-    def __init__(self, task: str, samples: Sequence[Any], mode: FakeTensorMode) -> None:
+    def __init__(self, task: str, example: Any, batch_size: int) -> None:
         super().__init__()
-        self._task, self._samples, self._mode = task, samples, mode  # the batch at different sizes, as fake tensors
+        self._task, self._mode = task, fake_mode()
+        self._samples: list[Any] = []  # the batch at different sizes, as fake tensors
+        self._examples: dict[int, Any] = {}  # what these are made from, by the id of the fake tensor
+        for missing in (0, 1) if example is not None else ():
+            real = tree_map(lambda leaf, missing=missing: _rows(leaf, batch_size, missing), example)
+            fake = tree_map(lambda leaf: _fake(self._mode, leaf), real)
+            self._samples.append(fake)
+            self._examples |= {
+                id(leaf): value for leaf, value in zip(tree_leaves(fake), tree_leaves(real), strict=True)
+            }
         self.is_evaluating = False
         self.decisions: list[int] = []  # outcomes of branches on shapes, lengths of loops
         self._lengths: dict[fx.Node, int] = {}
@@ -337,12 +349,23 @@ class _TaskTracer(GradientTracer):
                     # a module may already be on its device, where batches are moved later
                     there = next((tensor.device for tensor in args[0].module.parameters()), device_of(batch))
                     args, kwargs = on_device((args, kwargs), there)
-                    known[recorded] = on_device(called_module(*args, **kwargs), device_of(batch))
+                    known[recorded] = on_device(self._output_of(args, kwargs), device_of(batch))
                 case "call_function":
                     known[recorded] = recorded.target(*args, **kwargs)
                 case "call_method":
                     known[recorded] = getattr(args[0], recorded.target)(*args[1:], **kwargs)
         return known[node]
+
+    def _output_of(self, args: Any, kwargs: Any) -> Any:
+        """The output of a call of a module as fake tensors. A module that reads values runs on the example's."""
+        try:
+            return called_module(*args, **kwargs)
+        except NEEDS_VALUES:
+            module = args[0].module
+        with unset_fake_temporarily(), unchanged([module]):
+            arguments = tree_map(lambda leaf: self._examples.get(id(leaf), zeros_like(leaf)), (args[1:], kwargs))
+            output = zero_output(module, *arguments)
+        return tree_map(lambda leaf: _fake(self._mode, leaf), output)
 
 
 def _proxies(example: Any, batch: Any) -> Any:
@@ -363,18 +386,12 @@ def record(definition: TaskDefinition, example: Any = None) -> RecordedTask:
 
     `example` is one of its batches. It lets the function index the batch's dicts and use shapes.
     """
-    samples: list[Any] = []
-    mode = fake_mode()
-    if example is not None:
-        rows = definition.batch_size
-        samples = [tree_map(lambda leaf: _fake(mode, leaf, rows, 0), example)]
-        samples.append(tree_map(lambda leaf: _fake(mode, leaf, rows, 1), example))
 
     def function(batch: Any) -> Any:
         return definition.function(batch if example is None else _proxies(example, batch))
 
     try:
-        tracer = _TaskTracer(definition.name, samples, mode)
+        tracer = _TaskTracer(definition.name, example, definition.batch_size)
         token = recording.set(tracer)
         try:
             with without_torch_logs(), prints_noticed(definition.name), draws_recorded(tracer), _WeightsRefused(tracer):
@@ -411,12 +428,16 @@ def _why_not_recorded(error: Exception, example: Any) -> str:
     )
 
 
-def _fake(mode: FakeTensorMode, leaf: Any, batch_size: int, missing: int) -> Any:
-    """A fake tensor with the shape of the leaf, with `missing` rows fewer if its rows are those of the batch."""
+def _rows(leaf: Any, batch_size: int, missing: int) -> Any:
+    """A leaf with `missing` rows fewer if its rows are those of the batch."""
     if not isinstance(leaf, torch.Tensor):
         return leaf
     fewer = missing if leaf.dim() and leaf.shape[0] == batch_size > 1 else 0
-    return mode.from_tensor(leaf[: leaf.shape[0] - fewer] if fewer else leaf)
+    return leaf[: leaf.shape[0] - fewer] if fewer else leaf
+
+
+def _fake(mode: FakeTensorMode, leaf: Any) -> Any:
+    return mode.from_tensor(leaf) if isinstance(leaf, torch.Tensor) else leaf
 
 
 def _where(definition: TaskDefinition, error: BaseException) -> str:

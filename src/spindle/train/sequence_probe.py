@@ -38,7 +38,8 @@ from spindle.run import (
 from spindle.train.item_probe import row_rule
 from spindle.train.items import item_groups, lengths_in
 from spindle.train.record import RecordedCall
-from spindle.train.trace import TracedTask, first_line, unchanged
+from spindle.train.trace import TracedTask, first_line
+from spindle.train.unchanged import unchanged
 
 MAX_SEQUENCE_DEGREE = 8  # the largest sequence degree: a sequence group stays where links are fast
 _SEED = 20240611

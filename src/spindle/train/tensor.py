@@ -37,7 +37,8 @@ from spindle.models import (
 from spindle.run import as_leaves, copied, cut, takes_gradient
 from spindle.train.record import handles_of
 from spindle.train.task import ModuleHandle
-from spindle.train.trace import TracedTask, Visit, counted_saved_bytes, fake_weights, first_line, unchanged, walk
+from spindle.train.trace import TracedTask, Visit, counted_saved_bytes, fake_weights, first_line, walk
+from spindle.train.unchanged import unchanged
 
 _DEGREES = tuple(degree for degree in (2, 4, 8) if degree <= MAX_TENSOR_DEGREE)
 _SEED = 20240611

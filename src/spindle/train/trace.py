@@ -13,22 +13,17 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch._subclasses.fake_tensor import (
-    DataDependentOutputException,
-    DynamicOutputShapeException,
-    FakeTensorMode,
-    UnsupportedFakeTensorException,
-)
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import keystr, tree_flatten_with_path, tree_leaves, tree_map
 from torch.utils.flop_counter import flop_registry
 
 from spindle.errors import GuardError, WorkloadError
 from spindle.models import (
+    NEEDS_VALUES,
     ChainLayer,
     CrossEntropies,
     FakeWeights,
-    ModuleSnapshot,
     as_when_compiling,
     device_of,
     fake_like,
@@ -37,14 +32,14 @@ from spindle.models import (
     zero_weights,
     zeros_like,
 )
-from spindle.run import Axes, axes_of, cut, fingerprint_of, has_uneven_rows, pytree_meta
+from spindle.run import Axes, axes_of, cut, has_uneven_rows, pytree_meta
 from spindle.train.items import has_items, item_entries
 from spindle.train.record import RecordedCall, RecordedTask, with_whole_loss
 from spindle.train.task import TaskDefinition
 from spindle.train.task_errors import named_call
+from spindle.train.unchanged import unchanged
 
 HAS_ITEMS = "its batch has items, whose rows belong to no one sample"
-_NEEDS_VALUES = (DataDependentOutputException, DynamicOutputShapeException, UnsupportedFakeTensorException)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -162,31 +157,6 @@ def walk(recorded: RecordedTask, batch: Any, outputs: dict[str, Any]) -> Iterato
         outputs[call.name] = values[0]
 
 
-@contextmanager
-def unchanged(modules: Iterable[torch.nn.Module]) -> Iterator[None]:
-    """A context after which attributes and buffers of modules (caches, running statistics) and the random state are
-    restored. Parameters are not copied, and must not change."""
-    modules = list(modules)
-    devices = [torch.cuda.current_device()] if torch.cuda.is_available() else []
-    snapshot, before = ModuleSnapshot(modules), list(map(_parameters_digest, modules))
-    try:
-        with torch.random.fork_rng(devices=devices):
-            yield
-    finally:
-        snapshot.restore()
-    for module, digest in zip(modules, before, strict=True):
-        if _parameters_digest(module) != digest:
-            raise WorkloadError(
-                f"the forward of {type(module).__name__} changes parameters of the module itself, and it runs several "
-                "times before the first step, to be measured. Hold what a forward updates in buffers "
-                "(register_buffer), which are put back; Trainer(ema=...) keeps an average of the weights"
-            )
-
-
-def _parameters_digest(module: torch.nn.Module) -> int:
-    return fingerprint_of([parameter for parameter in module.parameters() if not parameter.is_meta])
-
-
 def trace(recorded: RecordedTask, batch: Any) -> TracedTask:
     """Trace a task on fake tensors with the shapes of its batch. Modules and random state are restored afterwards."""
     with unchanged(call.handle.module for call in recorded.calls):
@@ -285,7 +255,7 @@ def _layers(recorded: RecordedTask, batch: Any) -> _Runs:
     try:
         with fake_weights(modules.values(), device_of(batch)) as mode:
             return _run_layers(recorded, tree_map(lambda leaf: _fake(mode, leaf), batch), {})
-    except (*_NEEDS_VALUES, RuntimeError) as error:
+    except (*NEEDS_VALUES, RuntimeError) as error:
         if any(parameter.is_meta for module in modules.values() for parameter in module.parameters()):
             if recorded.reads_values:
                 return _run_layers_without_weights(recorded, batch)
@@ -384,7 +354,7 @@ def _run_layers_without_weights(recorded: RecordedTask, batch: Any) -> _Runs:
                 given = zip(tree_leaves(fakes), tree_leaves((args, kwargs)), strict=True)
                 passed = {id(fake): leaf for fake, leaf in given}  # leaves that the code returns unchanged
                 values = tree_map(lambda leaf, passed=passed: passed.get(id(leaf), zeros_like(leaf)), values)
-            except (*_NEEDS_VALUES, RuntimeError):
+            except (*NEEDS_VALUES, RuntimeError):
                 module, noted = call.handle.module, _ShapesAndFlops()
                 parts = zero_outputs(call.chain.parts)
                 with torch.no_grad(), zero_weights(module, device_of(batch)), noted, parts:

@@ -97,7 +97,7 @@ def step_on(given: str, measured: Mapping[str, Profile] = MappingProxyType({}), 
     `measured` profiles by kind. Notes if the planner is not the script's, except for a single trial of a sweep."""
     from spindle.cli.script import script_words, workload_of_script
     from spindle.cli.terminal import notice
-    from spindle.fleet.estimates import planner_of, workload_step
+    from spindle.fleet.estimates import other_planner_note, workload_step
     from spindle.profile import Roofline
     from spindle.recipes import MODELS, RECIPES, step_of
     from spindle.workload import read_workload
@@ -121,7 +121,7 @@ def step_on(given: str, measured: Mapping[str, Profile] = MappingProxyType({}), 
             f"{given}: expected a training script (.py), a workload (.json) or a recipe: "
             f"{', '.join([*RECIPES, *MODELS])}"
         )
-    _, note = planner_of(workload)
+    note = other_planner_note(workload)
     if note and not is_trial:
         notice(note)
     return workload_step(workload, roofline, measured)
