@@ -16,6 +16,7 @@ import numpy
 import torch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from spindle.models.state import ModuleStates
 
@@ -39,11 +40,23 @@ class DrawWatch(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         self.has_drawn |= torch.Tag.nondeterministic_seeded in getattr(func, "tags", ())
-        schema = getattr(func, "_schema", None)
-        for argument, value in zip(schema.arguments if schema is not None else (), args, strict=False):
-            if argument.alias_info is not None and argument.alias_info.is_write and isinstance(value, torch.Tensor):
-                self.written.add(value.untyped_storage()._cdata)
+        self.written |= {tensor.untyped_storage()._cdata for tensor in written_tensors(func, args, kwargs or {})}
         return func(*args, **(kwargs or {}))
+
+
+def written_tensors(func: Any, args: Any, kwargs: Any) -> list[torch.Tensor]:
+    """The tensors that a call of an operator writes to: in place, or given as `out=`."""
+    schema = getattr(func, "_schema", None)
+    if schema is None or not schema.is_mutable:
+        return []
+    names = [argument.name for argument in schema.arguments]
+    values = {**dict(zip(names, args, strict=False)), **kwargs}
+    written = [
+        values.get(argument.name)
+        for argument in schema.arguments
+        if argument.alias_info is not None and argument.alias_info.is_write
+    ]
+    return [leaf for leaf in tree_leaves(written) if isinstance(leaf, torch.Tensor)]
 
 
 def watched(module: nn.Module, run: Callable[[Any, Any], Any], effects: Effects) -> Callable[[Any, Any], Any]:

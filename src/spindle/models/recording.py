@@ -36,7 +36,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflatten
 
 from spindle.models.constants import constant_value
-from spindle.models.effects import Effects, host_random_state, watched
+from spindle.models.effects import Effects, host_random_state, watched, written_tensors
 from spindle.models.fake import as_when_compiling, device_of, run_on_fakes, without_caches
 from spindle.models.inner_outputs import InnerOutput, Reference, inner_outputs
 from spindle.models.intercept import Interception
@@ -290,20 +290,15 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             # Recorded as a detach into a new variable: other uses of the old variable keep their gradient.
             func = aten.detach.default
             self._values.tensors.pop(id(result), None)
+        written = written_tensors(func, args, kwargs)
+        for tensor in written:
+            attribute = self._values.attribute_storages.get(tensor.untyped_storage()._cdata)
+            if attribute is not None:
+                raise UnsupportedForwardError(changed_tensor(*attribute))
         writes = tuple(
-            self._values.tensors[id(arg)].text
-            for schema, arg in zip(func._schema.arguments, args, strict=False)
-            if schema.alias_info is not None and schema.alias_info.is_write and id(arg) in self._values.tensors
+            self._values.tensors[id(tensor)].text for tensor in written if id(tensor) in self._values.tensors
         )
-        for schema, arg in zip(func._schema.arguments, args, strict=False):
-            if schema.alias_info is not None and schema.alias_info.is_write and isinstance(arg, torch.Tensor):
-                attribute = self._values.attribute_storages.get(arg.untyped_storage()._cdata)
-                if attribute is not None:
-                    raise UnsupportedForwardError(changed_tensor(*attribute))
-        # `constant_value` runs producers again to evaluate a tensor, and would miss this write.
-        for arg in args if writes else ():
-            if id(arg) in self._values.tensors:
-                self._values.tensors[id(arg)].producer = None  # its value is no longer what the producer gave
+        self._values.forget_producers(written)
         if func is aten.lift_fresh.default:  # the recorded constant itself must never be written to
             func = aten.clone.default
 

@@ -25,7 +25,7 @@ from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflat
 
 from spindle.errors import GuardError
 from spindle.models.cross_entropy import CrossEntropies
-from spindle.models.effects import Effects, watched
+from spindle.models.effects import Effects, watched, written_tensors
 from spindle.models.fake import as_when_compiling, device_of, without_caches
 from spindle.models.intercept import intercepted_calls
 from spindle.models.recording import argument_normalizer
@@ -121,10 +121,8 @@ class _Dependencies(TorchDispatchMode):  # type: ignore[no-untyped-call]
             if isinstance(leaf, torch.Tensor):
                 self._alive.append(leaf)
                 self.of.setdefault(leaf.untyped_storage()._cdata, set()).update(sources)
-        schema = getattr(func, "_schema", None)
-        for argument, value in zip(schema.arguments if schema is not None else (), args, strict=False):
-            if argument.alias_info is not None and argument.alias_info.is_write and isinstance(value, torch.Tensor):
-                self.of.setdefault(value.untyped_storage()._cdata, set()).update(sources)
+        for tensor in written_tensors(func, args, kwargs or {}):
+            self.of.setdefault(tensor.untyped_storage()._cdata, set()).update(sources)
         return result
 
 
