@@ -21,7 +21,7 @@ from spindle.cluster import Link
 from spindle.measure.rank_sync import RankSync
 from spindle.measure.timing import Passes, Work, between_s, mark, medians, warmed
 from spindle.profile import all_reduce_s, ring_bytes
-from spindle.run import Pace, World, compute_stream, peers
+from spindle.run import LaunchThrottle, World, compute_stream, peers
 
 _PASSES = 8
 _SMALL, _LARGE = 1 << 22, 1 << 28  # bytes; both large enough to use the same protocol as gradients
@@ -111,10 +111,10 @@ def _compute(passes: Passes, world: World, stop: threading.Event, spans: list[tu
     if on_gpu:
         torch.cuda.set_device(device)
     with torch.cuda.stream(compute_stream()) if on_gpu else nullcontext():
-        pace = Pace(world)
+        throttle = LaunchThrottle(world)
         with suppress(Exception):  # out of memory, for example; then there are no spans
             while not (stop.is_set() and spans):
-                pace.keep()
+                throttle.wait()
                 begin = mark(device)
                 passes.forward()
                 passes.backward()

@@ -22,7 +22,7 @@ from torch import nn
 
 from spindle.measure.rank_sync import RankSync
 from spindle.measure.timing import Passes, Work, between_s, mark, medians, warmed
-from spindle.run import Message, Pace, World, compute_stream, peers, wait
+from spindle.run import LaunchThrottle, Message, World, compute_stream, peers, wait
 
 _SECONDS = 1.0  # seconds for all rounds, about
 _ROUNDS, _ROUNDS_ON_GPU = (16, 25), (6, 100)  # the smallest and the largest number of rounds
@@ -79,13 +79,13 @@ def _rounds(passes: Passes, count: int, world: World) -> tuple[list[float], list
     outgoing, incoming = torch.zeros(1, device=device), torch.zeros(1, device=device)
     receive, sends, begins, ends, failed = None, [], [], [], False
     with torch.cuda.stream(compute_stream()) if device.type == "cuda" else nullcontext():
-        pace = Pace(world)
+        throttle = LaunchThrottle(world)
         if not (is_first or is_unpaired):
             receive = _receive(world, incoming)
         for number in range(count):
             if receive is not None:
                 wait(receive)
-            pace.keep()
+            throttle.wait()
             begins.append(mark(device))
             failed = failed or not _try_pass(passes, whole=True)
             ends.append(mark(device))
@@ -93,7 +93,7 @@ def _rounds(passes: Passes, count: int, world: World) -> tuple[list[float], list
                 sends += world.start_exchange([Message(outgoing, partner)], [])[0]
                 # after the send, because some backends process the messages of a pair in the order of the calls
                 receive = _receive(world, incoming) if is_first or number < count - 1 else None
-            pace.keep()
+            throttle.wait()
             failed = failed or not _try_pass(passes, whole=is_unpaired)
         for request in (*sends, *([] if receive is None else [receive])):
             wait(request)

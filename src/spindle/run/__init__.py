@@ -46,7 +46,7 @@ from spindle.run.resharding import TensorSpec, box_view, reshard, send_tensors, 
 from spindle.run.shape_inference import Cuts, ShapeInference
 from spindle.run.shards import Shards
 from spindle.run.staging import Copied, Staging
-from spindle.run.step import MAX_AHEAD, HeldBytes, HostCopy, MicroStep, Pace, ReadBytes, Watch
+from spindle.run.step import MAX_AHEAD, HeldBytes, HostCopy, LaunchThrottle, MicroStep, ReadBytes, StepTimer
 from spindle.run.weights import Weights
 from spindle.run.world import (
     Gathering,
@@ -73,6 +73,7 @@ __all__ = [
     "HostCopy",
     "ItemCode",
     "ItemRows",
+    "LaunchThrottle",
     "LayerCode",
     "LayersCode",
     "Lengths",
@@ -80,7 +81,6 @@ __all__ = [
     "Message",
     "MicroStep",
     "OpCode",
-    "Pace",
     "PytreeMeta",
     "ReadBytes",
     "SequenceCode",
@@ -88,9 +88,9 @@ __all__ = [
     "Shards",
     "SliceRule",
     "Staging",
+    "StepTimer",
     "TensorMeta",
     "TensorSpec",
-    "Watch",
     "WeightPart",
     "Weights",
     "World",

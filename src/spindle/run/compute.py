@@ -26,7 +26,7 @@ from spindle.run.pytrees import Axes, TensorMeta, as_leaves, copied, cut, cut_le
 from spindle.run.rank_program import LinkEnd, RankProgram, RankSlot
 from spindle.run.recompute_offload import HostOffload, Run, checkpointed, copy_buffers, with_buffers
 from spindle.run.sequence_parallel import SequenceParallelGroup
-from spindle.run.step import Piece, Step, Watch
+from spindle.run.step import Piece, Step, StepTimer
 from spindle.run.syncs import Syncs
 from spindle.run.tensor_parallel import TensorParallelGroup
 from spindle.run.transfers import Transfers, cut_consumed
@@ -52,20 +52,20 @@ class Compute:
         self._batch_axes, self._base_seed, self._autocast = batch_axes, seed, autocast
         self._graph_cache, self.offload = graph_cache, offload
 
-    def forward(self, step: Step, slot: RankSlot, watch: Watch, position: int) -> None:
-        given = {link.number: self._input(step, link, watch) for link in slot.inputs} if slot.rows else {}
+    def forward(self, step: Step, slot: RankSlot, timer: StepTimer, position: int) -> None:
+        given = {link.number: self._input(step, link, timer) for link in slot.inputs} if slot.rows else {}
         trees = _by_source(step, slot, given)
-        watch.start[position] = watch.now()
+        timer.start[position] = timer.now()
         if slot.rows == 0 and not isinstance(slot.code, LossCode):
             return
         if step.graphs is not None and step.graphs.has(slot):
             for first, _ in slot.chunks:
-                self._syncs.wait_for_parameters(slot.number, first, watch)
+                self._syncs.wait_for_parameters(slot.number, first, timer)
             trees, output = step.graphs.forward(
-                slot, trees, lambda inputs: self._compute(step, slot, inputs, watch), self._seeds(step, slot)
+                slot, trees, lambda inputs: self._compute(step, slot, inputs, timer), self._seeds(step, slot)
             )
         else:
-            output = self._compute(step, slot, trees, watch)
+            output = self._compute(step, slot, trees, timer)
         for link in slot.inputs if slot.rows else ():
             leaves = leaves_of(given[link.number] if link.items else trees[link.source])
             step.inputs[link.number] = [leaf if takes_gradient(leaf) else None for leaf in leaves]
@@ -75,10 +75,10 @@ class Compute:
         else:
             step.outputs[slot.number] = output.outputs
 
-    def _compute(self, step: Step, slot: RankSlot, trees: dict[str, Any], watch: Watch) -> SlotOutput:
+    def _compute(self, step: Step, slot: RankSlot, trees: dict[str, Any], timer: StepTimer) -> SlotOutput:
         """Run a slot's forward pass on its inputs."""
         with self._casting():
-            return self._compute_eagerly(step, slot, trees, watch)
+            return self._compute_eagerly(step, slot, trees, timer)
 
     def _casting(self) -> Any:
         if self._autocast is None:
@@ -88,9 +88,9 @@ class Compute:
             self._world.device.type, dtype=self._autocast, cache_enabled=not self._graph_cache.is_enabled
         )
 
-    def _compute_eagerly(self, step: Step, slot: RankSlot, trees: dict[str, Any], watch: Watch) -> SlotOutput:
+    def _compute_eagerly(self, step: Step, slot: RankSlot, trees: dict[str, Any], timer: StepTimer) -> SlotOutput:
         if isinstance(slot.code, LayersCode):
-            return self._run_layers(step, slot, slot.code, trees, watch)
+            return self._run_layers(step, slot, slot.code, trees, timer)
         if slot.code.is_random:
             self._seed(step, slot, slot.first_layer)
         batch = _batch(step, slot, self._batch_axes[slot.task]) if slot.rows else None
@@ -100,7 +100,7 @@ class Compute:
         return SlotOutput([Piece(inputs=(), outputs=loss)], (loss, metrics))
 
     def _run_layers(
-        self, step: Step, slot: RankSlot, code: LayersCode, trees: dict[str, Any], watch: Watch
+        self, step: Step, slot: RankSlot, code: LayersCode, trees: dict[str, Any], timer: StepTimer
     ) -> SlotOutput:
         # Each chunk of layers, which has a backward instruction of its own, is detached from the autograd graph before
         # it: its inputs are new leaves. The backward of a chunk ends at these leaves. Their `grad` is where the
@@ -110,7 +110,7 @@ class Compute:
         members = TensorParallelGroup(self._world, slot.group) if len(slot.group) > 1 else None
         share = self._item_share(step, slot)
         for chunk, (first, last) in enumerate(slot.chunks):
-            self._syncs.wait_for_parameters(slot.number, first, watch)
+            self._syncs.wait_for_parameters(slot.number, first, timer)
             inputs: Any = ()
             if values is not None:
                 inputs = values = as_leaves(values)
@@ -190,14 +190,14 @@ class Compute:
                 layers = [slot.first_layer + number for number in span if all_layers[number].is_random]
         return {layer: self._seed_at(step, slot, layer) for layer in layers}
 
-    def _input(self, step: Step, link: LinkEnd, watch: Watch) -> Any:
+    def _input(self, step: Step, link: LinkEnd, timer: StepTimer) -> Any:
         """A slot's input over one link: local and received rows, concatenated, as leaves of a new autograd graph."""
         # Detached, as everywhere between slots: every slot has its own autograd graph, because the backward of its
         # consumers may run on other ranks.
         if link.is_whole:
             return as_leaves(step.outputs[link.producer])
         slot = self._rank_program.slots[link.consumer]
-        arrivals = self._transfers.arrived(step, link, False, watch)
+        arrivals = self._transfers.arrived(step, link, False, timer)
         if link.local is None:
             meta = self._transfers.meta_of(step, link)
             local: list[Any] = [None] * len(meta.leaves)
@@ -237,15 +237,15 @@ class Compute:
             leaves.append(whole.detach().requires_grad_(leaf.requires_grad))
         return tree_unflatten(leaves, spec)
 
-    def backward(self, step: Step, slot: RankSlot, instruction: Backward, watch: Watch, position: int) -> None:
+    def backward(self, step: Step, slot: RankSlot, instruction: Backward, timer: StepTimer, position: int) -> None:
         """Run a chunk of a slot's backward: all of it, or only input or weight gradients."""
         first, last = instruction.first, instruction.last
         number = slot.chunks.index((first, last))
         if slot.rows == 0 and not isinstance(slot.code, LossCode):
-            watch.start[position] = watch.now()
+            timer.start[position] = timer.now()
             return
         if not instruction.makes_inputs:
-            watch.start[position] = watch.now()
+            timer.start[position] = timer.now()
             self._run_weight_parts(step, slot, number)
             return
         # The gradients that it starts from: of the loss, of the slot's outputs, or of the inputs of the previous chunk.
@@ -256,7 +256,7 @@ class Compute:
             gradients = [self._loss_gradient(step, slot)]
         elif is_last:
             outputs = leaves_of(step.outputs[slot.number])
-            gradients = self._output_gradients(step, slot, outputs, watch)
+            gradients = self._output_gradients(step, slot, outputs, timer)
             if slot.sequence_group and any(not link.is_whole for link in slot.outputs):
                 # All members of a group run backward, or none: a member sees whether its consumer has no gradient.
                 gradients = [
@@ -265,7 +265,7 @@ class Compute:
                 ]
         else:
             gradients = _gradients_of(leaves_of(pieces[_first_piece(pieces, number + 1)].inputs) if pieces else [])
-        watch.start[position] = watch.now()
+        timer.start[position] = timer.now()
         if not instruction.makes_weights:
             if step.graphs is None or not step.graphs.backward_inputs(
                 slot,
@@ -391,7 +391,7 @@ class Compute:
         )
 
     def _output_gradients(
-        self, step: Step, slot: RankSlot, outputs: list[Any], watch: Watch
+        self, step: Step, slot: RankSlot, outputs: list[Any], timer: StepTimer
     ) -> list[torch.Tensor | None]:
         """The gradient of a slot's output: the sum over its consumers on this and other ranks."""
         # Most slots feed a single slot on the same ranks with the same rows. The gradient of that slot's input then is
@@ -404,7 +404,7 @@ class Compute:
         for link in slot.outputs:
             parts: list[tuple[int, int, bool, list[torch.Tensor | None]]] = [
                 (arrival.flow.first, arrival.flow.last, arrival.flow.with_rowless, arrival.tensors or [])
-                for arrival in self._transfers.arrived(step, link, True, watch)
+                for arrival in self._transfers.arrived(step, link, True, timer)
             ]
             if link.local is not None:
                 consumer = self._rank_program.slots[link.consumer]

@@ -48,7 +48,7 @@ from spindle.run.recompute_offload import HostOffload
 from spindle.run.regions import Region
 from spindle.run.sequence_parallel import SEQUENCE
 from spindle.run.shards import Shards
-from spindle.run.step import HostCopy, MicroStep, Pace, ReadBytes, Step, Watch
+from spindle.run.step import HostCopy, LaunchThrottle, MicroStep, ReadBytes, Step, StepTimer
 from spindle.run.step_graph import StepGraph, accumulate
 from spindle.run.syncs import Syncs, Updates
 from spindle.run.tensor_parallel import TENSOR
@@ -156,7 +156,7 @@ class Executor:
         check_losses: bool = False,
         timed: bool = True,
         read_bytes: ReadBytes | None = None,
-    ) -> tuple[HostCopy, Watch]:
+    ) -> tuple[HostCopy, StepTimer]:
         """Run a step, or one micro-step of it, on whole batches, of which each slot takes its rows.
 
         `signatures` are digests of the shapes of all tasks' batches; a task without one is left out. For a batch of
@@ -187,66 +187,68 @@ class Executor:
             if task not in signatures:
                 step.done_chunks |= chunks
         with on_compute_stream(self.world.device):
-            watch = Watch(self.world.device, timed, read_bytes=read_bytes)
+            timer = StepTimer(self.world.device, timed, read_bytes=read_bytes)
             self.graph_cache.use(step)
             num_sets = len(self.graph_cache)
-            self._run(step, optimizer, watch)
+            self._run(step, optimizer, timer)
             self._transfers.remember(signatures)
             self.graph_cache.finish(step, num_sets)
-            return self._losses(step), watch
+            return self._losses(step), timer
 
-    def _run(self, step: Step, optimizer: Updates | None, watch: Watch) -> None:
+    def _run(self, step: Step, optimizer: Updates | None, timer: StepTimer) -> None:
         """Run this rank's instructions in order."""
         # The compute lane drives the step. After each of its instructions the other lanes advance as far as data
         # allows; no lane has a thread of its own, because transfers and collectives are asynchronous once they are
         # launched.
-        self._syncs.begin(step, watch)
+        self._syncs.begin(step, timer)
         passes, updates = self._positions(step)
-        if self._run_step_graph(step, watch):
+        if self._run_step_graph(step, timer):
             passes = []
-        self._run_instructions(step, optimizer, watch, [*passes, *updates])
-        self._syncs.finish(step, watch, self.graph_cache.replays_all_layers(step))
+        self._run_instructions(step, optimizer, timer, [*passes, *updates])
+        self._syncs.finish(step, timer, self.graph_cache.replays_all_layers(step))
         self._transfers.finish(step)
 
-    def _run_instructions(self, step: Step, optimizer: Updates | None, watch: Watch, positions: Sequence[int]) -> None:
+    def _run_instructions(
+        self, step: Step, optimizer: Updates | None, timer: StepTimer, positions: Sequence[int]
+    ) -> None:
         """Run instructions of the compute lanes, with all communication in between."""
-        pace = Pace(self.world)
+        throttle = LaunchThrottle(self.world)
         self._lanes_of_device.begin()
-        self._advance(step, watch)
+        self._advance(step, timer)
         self.offload.begin()
-        for region in self._regions(step, watch, positions):
-            self._launch_before(step, watch, region.positions[0])
-            pace.keep()
+        for region in self._regions(step, timer, positions):
+            self._launch_before(step, timer, region.positions[0])
+            throttle.wait()
             if len(region.positions) == 1:
                 (position,) = region.positions
                 with self._lanes_of_device.on_stream_of(position):
                     self.offload.before(self._place_of[position])
-                    self._run_instruction(step, optimizer, watch, position)
+                    self._run_instruction(step, optimizer, timer, position)
             else:
-                self._run_region(step, watch, region)
+                self._run_region(step, timer, region)
             step.computed.update(region.positions)
-            self._advance(step, watch)
+            self._advance(step, timer)
         self._lanes_of_device.join()
 
-    def _regions(self, step: Step, watch: Watch, positions: Sequence[int]) -> list[Region]:
+    def _regions(self, step: Step, timer: StepTimer, positions: Sequence[int]) -> list[Region]:
         """The instructions of a step in host order. Passes that are launched together form one region."""
         # A pass inside a region has no times of its own.
-        if not self._has_regions or step.graphs is None or watch.is_timed:
+        if not self._has_regions or step.graphs is None or timer.is_timed:
             return [Region.of_one(position) for position in positions]
         instructions = self.program.instructions
         passes = [position for position in positions if not isinstance(instructions[position], OptimizerStep)]
         regions = step.graphs.regions_of(passes, instructions, self._rank_program.slots, self._lanes_of_device)
         return [*regions, *(Region.of_one(position) for position in positions[len(passes) :])]
 
-    def _run_region(self, step: Step, watch: Watch, region: Region) -> None:
+    def _run_region(self, step: Step, timer: StepTimer, region: Region) -> None:
         """Launch the passes of a region together. Anything else that they launch comes before, on their lanes."""
         assert step.graphs is not None
         for position in region.positions:
             with self._lanes_of_device.on_stream_of(position), step.graphs.regions.collected(region, position):
-                self._run_instruction(step, None, watch, position)
+                self._run_instruction(step, None, timer, position)
         self._lanes_of_device.launch(region, partial(step.graphs.regions.replay_region, region))
 
-    def _run_step_graph(self, step: Step, watch: Watch) -> bool:
+    def _run_step_graph(self, step: Step, timer: StepTimer) -> bool:
         """Run forward and backward of the whole step as one CUDA graph, which is captured first if necessary. Returns
         False if there is none."""
         graphs = step.graphs
@@ -262,7 +264,7 @@ class Executor:
             step_graph.set_factors(factors, step.loss_scale)
             # in a copy of the step, because a failed capture leaves its state behind
             failure = graphs.capture_step(
-                step_graph, lambda watch: self._run_passes(step.fork(), watch), self._lanes_of_device
+                step_graph, lambda timer: self._run_passes(step.fork(), timer), self._lanes_of_device
             )
             for parameter in self._syncs.trained:
                 parameter.grad = before.get(id(parameter))
@@ -272,14 +274,14 @@ class Executor:
                 return False
         assert graphs.step_graph is not None
         graphs.step_graph.set_factors(factors, step.loss_scale)
-        graphs.step_graph.replay(step, watch)
+        graphs.step_graph.replay(step, timer)
         accumulate(graphs.first_written, before, self._syncs.gradients)
         return True
 
-    def _run_passes(self, step: Step, watch: Watch) -> Step:
+    def _run_passes(self, step: Step, timer: StepTimer) -> Step:
         """Run forward and backward of all slots of a step."""
         passes, _ = self._positions(step)
-        self._run_instructions(step, None, watch, passes)
+        self._run_instructions(step, None, timer, passes)
         return step
 
     def _positions(self, step: Step) -> tuple[list[int], list[int]]:
@@ -290,25 +292,25 @@ class Executor:
         updates = [position for position in on if isinstance(instructions[position], OptimizerStep)]
         return on[: len(on) - len(updates)], updates
 
-    def _run_instruction(self, step: Step, optimizer: Updates | None, watch: Watch, position: int) -> None:
+    def _run_instruction(self, step: Step, optimizer: Updates | None, timer: StepTimer, position: int) -> None:
         """Run an instruction of a compute lane."""
         instruction = self.program.instructions[position]
-        watch.posted[position] = watch.now()
+        timer.posted[position] = timer.now()
         try:
             match instruction:
                 case Forward(slot=slot):
-                    self._compute.forward(step, self._rank_program.slots[slot], watch, position)
+                    self._compute.forward(step, self._rank_program.slots[slot], timer, position)
                     self._lanes_of_device.hold(step, self._rank_program.slots[slot])
                     step.forwarded.add(slot)
                     self._transfers.send_metadata(step, self._rank_program.slots[slot])
                 case Backward(slot=slot, first=first):
-                    self._compute.backward(step, self._rank_program.slots[slot], instruction, watch, position)
+                    self._compute.backward(step, self._rank_program.slots[slot], instruction, timer, position)
                     step.done_chunks.add(position)
                     if instruction.makes_inputs and first == self.program.plan.slots[slot].first:
                         step.returned.add(slot)
                 case OptimizerStep():
-                    self._syncs.finish(step, watch, self.graph_cache.replays_all_layers(step))
-                    watch.start[position] = watch.now()
+                    self._syncs.finish(step, timer, self.graph_cache.replays_all_layers(step))
+                    timer.start[position] = timer.now()
                     if optimizer is not None:
                         self._syncs.update(step, optimizer)
                 case Exchange() | SyncGradients() | GatherParameters():
@@ -318,7 +320,7 @@ class Executor:
                 f"in step {step.number} on rank {self.world.rank}, {self._rank_program.describe(instruction)}"
             )
             raise
-        watch.note_end(position)
+        timer.note_end(position)
 
     def _is_on(self, step: Step, instruction: Instruction) -> bool:
         """Whether an instruction runs in this step."""
@@ -369,22 +371,22 @@ class Executor:
 
     # Launching communication, in the order of its lanes
 
-    def _advance(self, step: Step, watch: Watch) -> None:
+    def _advance(self, step: Step, timer: StepTimer) -> None:
         """Launch all communication that is ready."""
         for number, lane in enumerate(self._lanes):
-            while step.next_in[number] < len(lane) and self._launch(step, watch, lane[step.next_in[number]]):
+            while step.next_in[number] < len(lane) and self._launch(step, timer, lane[step.next_in[number]]):
                 step.next_in[number] += 1
 
-    def _launch_before(self, step: Step, watch: Watch, position: int) -> None:
+    def _launch_before(self, step: Step, timer: StepTimer, position: int) -> None:
         """Launch everything that precedes an instruction in the common launch order, once the shapes to be received are
         known."""
         while step.next_in[0] < self._launched_before.get(position, 0):
             operation = self._lanes[0][step.next_in[0]]
-            is_launched = self._launch(step, watch, operation, wait_for_metadata=True)
+            is_launched = self._launch(step, timer, operation, wait_for_metadata=True)
             assert is_launched, "launch_order puts what an operation needs before it"
             step.next_in[0] += 1
 
-    def _launch(self, step: Step, watch: Watch, position: int, *, wait_for_metadata: bool = False) -> bool:
+    def _launch(self, step: Step, timer: StepTimer, position: int, *, wait_for_metadata: bool = False) -> bool:
         """Launch an operation, unless this step skips it. Returns False if it cannot be launched yet."""
         instruction = self.program.instructions[position]
         if not self._is_on(step, instruction):
@@ -402,10 +404,10 @@ class Executor:
                 end = self._rank_program.links[link]
                 launch = partial(self._transfers.post, step, end, backward, wait_for_metadata=wait_for_metadata)
         with self._lanes_of_device.on_communication_stream(position):
-            launched = watch.now()
+            launched = timer.now()
             is_launched = launch()
         if is_launched:
-            watch.posted[position] = launched
+            timer.posted[position] = launched
         return is_launched
 
     @property

@@ -62,7 +62,7 @@ from spindle.run.lanes import Lanes, lane_stream
 from spindle.run.op_code import LossCode
 from spindle.run.rank_program import RankSlot
 from spindle.run.regions import Region
-from spindle.run.step import Step, Watch
+from spindle.run.step import Step, StepTimer
 from spindle.run.step_graph import StepGraph
 
 RANDOM_LAYERS = True  # whether layers that draw random numbers are captured
@@ -352,13 +352,13 @@ class Graphs:
             return [Region.of_one(position) for position in positions]
         return self.regions.regions_of(positions, instructions, slots, lanes)
 
-    def capture_step(self, step_graph: StepGraph, run: Callable[[Watch], Step], lanes: Lanes) -> Failure | None:
+    def capture_step(self, step_graph: StepGraph, run: Callable[[StepTimer], Step], lanes: Lanes) -> Failure | None:
         """Capture all slots of a step as one graph. Returns why that failed."""
         on_host = host_generators()
         self.step_graph, self.first_written = step_graph, []
 
-        def checked(watch: Watch) -> Step:
-            captured = run(watch)
+        def checked(timer: StepTimer) -> Step:
+            captured = run(timer)
             if host_generators() != on_host:
                 raise TrainingError("it draws random numbers on the host")
             return captured

@@ -18,7 +18,7 @@ from spindle.run.gradients import GradientBuffers, Gradients
 from spindle.run.lanes import release_behind_current_stream, uses_streams
 from spindle.run.rank_program import RankProgram
 from spindle.run.shards import Flat, Shards
-from spindle.run.step import Step, Watch
+from spindle.run.step import Step, StepTimer
 from spindle.run.world import World, peers, wait
 
 
@@ -93,7 +93,7 @@ class Syncs:
 
         self._unreached = unreached
 
-    def begin(self, step: Step, watch: Watch) -> None:
+    def begin(self, step: Step, timer: StepTimer) -> None:
         """Drop the gradients of the last step, unless this micro-step accumulates. Also drop those of parameters that
         only the previous program trained."""
         for parameter in self._untrained:
@@ -105,7 +105,7 @@ class Syncs:
             self._shards.drop_gradients()
             for position, bucket in self._gathers:
                 if self._shards.is_gathering(self._program.buckets[bucket]):
-                    watch.posted[position] = watch.now()  # in flight since the last update
+                    timer.posted[position] = timer.now()  # in flight since the last update
         if step.micro_step.is_first:
             for parameter in self.trained:
                 parameter.grad = None
@@ -142,14 +142,14 @@ class Syncs:
                     request = dist.all_reduce(flat, group=self._world.group("sync", ranks), async_op=True)
             step.syncs.append((position, number, request))
 
-    def finish(self, step: Step, watch: Watch, is_replayed: bool) -> None:
+    def finish(self, step: Step, timer: StepTimer, is_replayed: bool) -> None:
         """Wait for all reductions, and set the gradients of parameters.
 
         A step that is replayed from CUDA graphs has the same gradients every time, so its flags need not be read.
         """
         for position, number, request in step.syncs:
             wait(request)
-            watch.end[position] = watch.now()
+            timer.end[position] = timer.now()
             # reading the flags synchronizes with the GPU
             is_certain = is_replayed and self.gradients.has_all(number)
             self.gradients.set_from_bucket(number, self.gradients.num_contributors(number) if not is_certain else None)
@@ -169,7 +169,7 @@ class Syncs:
             if self._shards is not None and self.is_on(step, bucket):
                 self._shards.start_gather(self._program.buckets[bucket])
 
-    def wait_for_parameters(self, slot: int, first: int, watch: Watch) -> None:
+    def wait_for_parameters(self, slot: int, first: int, timer: StepTimer) -> None:
         """Wait for the sharded parameters of one chunk.
 
         The program waits for those of the whole slot, so this is laxer: later chunks arrive while the first one runs.
@@ -180,7 +180,7 @@ class Syncs:
             bucket = self._program.buckets[instruction.bucket]
             if self._shards is not None and self._shards.is_gathering(bucket):
                 self._shards.wait(bucket)
-                watch.end[position] = watch.now()
+                timer.end[position] = timer.now()
 
     def _backward_at(self, position: int) -> Backward:
         instruction = self._program.instructions[position]

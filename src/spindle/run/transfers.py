@@ -30,7 +30,7 @@ from spindle.run.pytrees import (
     with_rows,
 )
 from spindle.run.rank_program import Flow, LinkEnd, RankProgram, RankSlot
-from spindle.run.step import Arrival, Step, Watch
+from spindle.run.step import Arrival, Step, StepTimer
 from spindle.run.world import Message, World, wait
 
 _MAX_LEAVES = 1000  # the largest number of leaves that may cross a link; each has a message tag of its own
@@ -226,7 +226,7 @@ class Transfers:
         for flow in link.receives[False]:
             self._received[link.number, step.signatures[link.task]] = self._receive_metadata(link, flow.peer)
 
-    def arrived(self, step: Step, link: LinkEnd, backward: bool, watch: Watch) -> list[Arrival]:
+    def arrived(self, step: Step, link: LinkEnd, backward: bool, timer: StepTimer) -> list[Arrival]:
         """Wait for what a link carries, and hand it over once."""
         arrivals = step.arrivals.pop((link.number, backward), [])
         # It is posted: `verify` has proved that nothing before it on its lane can still be blocked.
@@ -240,7 +240,7 @@ class Transfers:
             for request in arrival.requests:
                 wait(request)
         if arrivals:
-            watch.end[self._positions[link.number, backward]] = watch.now()
+            timer.end[self._positions[link.number, backward]] = timer.now()
         if self._crosses_streams:
             for tensor in (tensor for arrival in arrivals for tensor in arrival.tensors or ()):
                 release_behind_current_stream(tensor)

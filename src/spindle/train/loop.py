@@ -374,7 +374,7 @@ class Loop:
             with self._memory.read(runtime, update) if is_read else self._memory.counted() as read_bytes:
                 # once per batch: all trials of a sweep share one
                 on_device = {id(batch.nest): copied_to(world.device, batch.nest) for batch in read.values()}
-                losses, watch = run.executor.step(
+                losses, timer = run.executor.step(
                     step,
                     {name: on_device[id(batch.nest)] for name, batch in read.items()},
                     {name: microbatch.header.signature for name, microbatch in run.microbatches.items()},
@@ -392,11 +392,11 @@ class Loop:
             if run.checks_losses:
                 checked.update(variants)
             if is_read:
-                self._times.keep_memory(watch, run.executor.program)
+                self._times.keep_memory(timer, run.executor.program)
             elif run.is_as_planned:
-                self._times.compare_compute(watch, run.executor.program, run.profile)
+                self._times.compare_compute(timer, run.executor.program, run.profile)
             if is_timed:
-                self._times.keep(step, watch, run.executor.program, run.profile)
+                self._times.keep(step, timer, run.executor.program, run.profile)
             runs.append((run, losses))
         return runs
 
