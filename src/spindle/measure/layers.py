@@ -34,10 +34,10 @@ from spindle.run import (
     LossCode,
     OpCode,
     as_leaves,
-    chosen_items,
     copied,
     cut,
     cut_items,
+    items_to_measure,
     pytree_meta,
     takes_gradient,
 )
@@ -296,7 +296,7 @@ def _measure_group(
     entry = item_code.length_entry
     of_item = lengths[entry] if entry is not None else (1,) * item_code.num_items(batch, lengths)
     times: dict[int, list[tuple[int, float, float]]] = {position: [] for position in group}
-    for item in chosen_items(of_item):
+    for item in items_to_measure(of_item):
         alone = cut_items(batch, item_code, lengths, [item])
         outputs: dict[int, Any] = {}
         for position in group:

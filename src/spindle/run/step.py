@@ -78,7 +78,7 @@ class Step:
     check_losses: bool
     # By task: the rows of each leaf, if this rank has only some rows of the batch.
     held: Mapping[str, tuple[tuple[int, int], ...]]
-    new: frozenset[str]  # tasks whose batch has a shape that was not seen before
+    new_shapes: frozenset[str]  # tasks whose batch has a shape that was not seen before
     micro_step: MicroStep
     # Shapes of what crosses cuts, if they are known.
     cuts: Mapping[tuple[int, int], PytreeMeta] = field(default_factory=dict)
@@ -98,13 +98,13 @@ class Step:
     arrivals: dict[tuple[int, bool], list[Arrival]] = field(default_factory=dict)
     # By link and direction: peer, request and buffer. The buffer must live until it is sent.
     sending: dict[tuple[int, bool], list[tuple[int, Any, torch.Tensor]]] = field(default_factory=dict)
-    forwarded: set[int] = field(default_factory=set)
-    returned: set[int] = field(default_factory=set)  # slots whose input gradients are computed
-    done_chunks: set[int] = field(default_factory=set)
-    computed: set[int] = field(default_factory=set)  # positions of finished instructions of the compute lane
+    forward_done: set[int] = field(default_factory=set)  # slots
+    input_gradients_done: set[int] = field(default_factory=set)  # slots
+    backward_done: set[int] = field(default_factory=set)  # positions of backward instructions
+    compute_done: set[int] = field(default_factory=set)  # positions of instructions of the compute lane
     syncs: list[tuple[int, int, Any]] = field(default_factory=list)  # position, number of the flat bucket, request
-    next_in: list[int] = field(default_factory=list)  # by communication lane: its next instruction
-    crossing: list[tuple[Any, ...]] = field(default_factory=list)  # tensors that another lane reads
+    next_by_lane: list[int] = field(default_factory=list)  # by communication lane: its next instruction
+    kept_for_lanes: list[tuple[Any, ...]] = field(default_factory=list)  # tensors that another lane reads
 
     def fork(self) -> Step:
         """A copy of this step in the same state. Running the copy does not change this one."""

@@ -87,7 +87,7 @@ class StepGraph:
 def accumulate(written: Sequence[nn.Parameter], before: Mapping[int, torch.Tensor], gradients: Gradients) -> None:
     """Set the gradients of parameters that a graph has written, and add those of earlier micro-steps, by parameter."""
     for parameter in written:
-        place = gradients.place(parameter)
+        buffer = gradients.grad_buffer(parameter)
         if id(parameter) in before:
-            place += before[id(parameter)]
-        parameter.grad = place
+            buffer += before[id(parameter)]
+        parameter.grad = buffer
