@@ -54,8 +54,9 @@ class Statement:
     writes: tuple[str, ...] = ()
     has_effect: bool = False
     context: Context = ()
-    draws: bool = False  # random numbers, inside a module without parameters
-    keeps: bool = False  # whether such a module is another one after the call
+    # Side effects of a module without parameters; see `effects`.
+    draws_random_numbers: bool = False
+    changes_module: bool = False
     returns_number: bool = False  # a tensor without dimensions among what a module returns: a loss
 
 
