@@ -419,7 +419,7 @@ def run_pipeline(rank: int, num_ranks: int, case: Case) -> PipelineRun:
         if shards is None:
             optimizer.step()
         else:
-            shards.settle()
+            shards.wait_all()
         summed = torch.tensor(losses.tolist(), dtype=torch.float64)
         if num_ranks > 1:
             dist.all_reduce(summed)

@@ -3,7 +3,7 @@
     spindle launch --virtual-devices 4 benchmarks/virtual/host_overhead.py [--steps 40]
 
 The multiples in `spindle.measure.host` come from these numbers and the median of `launch_s` beside them. Timers count
-the main thread only; waiting (`Transfers.arrived`, `Syncs.finish`, `Pace.keep`) is in them.
+the main thread only; waiting (`Transfers.arrived`, `Syncs.finish`, `LaunchThrottle.wait`) is in them.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ TIMED: dict[Any, tuple[str, ...]] = {
     gradients.Gradients: ("gathered", "spread", "keep"),
     torch.cuda.CUDAGraph: ("replay",),
     torch.optim.AdamW: ("step",),
-    step.Pace: ("keep",),
+    step.LaunchThrottle: ("wait",),
 }
 
 

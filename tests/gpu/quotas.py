@@ -169,7 +169,7 @@ def noted_sms() -> Iterator[dict[int, torch.Tensor]]:
     @contextmanager
     def noted(lanes: Lanes, position: int) -> Iterator[None]:
         with unnoted(lanes, position):
-            if lanes._streams and lanes._lane_at[position] != lanes._common:
+            if lanes._streams and lanes._lane_at[position] != lanes._common_lane:
                 green_contexts.note_sm(counters[lanes._lane_at[position]], torch.cuda.current_stream())
             yield
 

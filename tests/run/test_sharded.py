@@ -184,7 +184,7 @@ def test_a_rank_sees_the_flags_and_the_sum_of_its_part():
     assert shapes == [None, (), (3,)]
     gradients = Gradients([bucket], {0: flat})
     bucket[0].grad, bucket[2].grad = torch.tensor([[1.0, 2.0], [3.0, 4.0]]), torch.tensor([5.0, 6.0, 7.0])
-    rows = gradients.gathered(0).view(2, -1)
+    rows = gradients.fill_bucket(0).view(2, -1)
     assert rows.shape[1] % 16 == 0  # aligned, for vectorized sums
     assert rows[:, :4].tolist() == [[1, 2, 3, 4], [0, 5, 6, 7]]
     assert rows[:, -3:].tolist() == [[1, 0, 1], [1, 0, 1]]
@@ -206,7 +206,7 @@ def test_zeros_for_what_no_gradient_reaches_are_none_in_every_part():
     gradients = Gradients([bucket], {0: flat})
     for parameter in bucket:
         parameter.grad = torch.zeros(4)
-    gradients.gathered(0, {id(bucket[0])})
+    gradients.fill_bucket(0, {id(bucket[0])})
     assert gradients.num_contributors(0) == [0, 1]
 
 
@@ -215,10 +215,10 @@ def test_a_parameter_over_several_parts_has_a_place_of_its_own():
     flat = Flat([0], [parameter], (0, 1), 1)
     flat.attach()
     gradients = Gradients([[parameter]], {0: flat})
-    place = gradients.place(parameter)
+    place = gradients.grad_buffer(parameter)
     assert place.shape == (6,)
     parameter.grad = place.copy_(torch.arange(6))
-    rows = gradients.gathered(0).view(2, -1)
+    rows = gradients.fill_bucket(0).view(2, -1)
     assert rows[:, :3].tolist() == [[0, 1, 2], [3, 4, 5]]
     assert rows[:, -1].tolist() == [1, 1]
 

@@ -345,6 +345,35 @@ def test_a_size_that_is_a_key_may_differ_from_batch_to_batch(axis):
     assert torch.equal(output, tower(shorter, shorter.shape[axis]))
 
 
+@pytest.mark.parametrize(
+    "write",
+    [lambda mask, other: torch.mul(mask, other, out=mask), lambda mask, other: mask[:, :1].mul_(other)],
+    ids=["out", "view"],
+)
+@pytest.mark.parametrize("reads_values", [False, True])
+def test_writes_between_blocks_are_part_of_a_chain(write, reads_values):
+    def masked(self, x, flag):
+        mask = torch.ones(x.shape[0], 1, dtype=x.dtype)
+        write(mask, torch.zeros(x.shape[0], 1, dtype=x.dtype))
+        if reads_values and mask.all():
+            x = x * 2
+        for block in self.blocks:
+            x = block(x * mask)
+        return x
+
+    tower = Forward(masked).double()
+    chain = chain_of(tower, X)
+    assert reads_values or chain.reason == ""
+    assert torch.equal(chain(X[:2]), tower(X[:2]))
+
+
+def test_the_reason_names_the_line_of_a_script_in_a_folder_called_spindle():
+    script = "def forward(self, x, flag):\n    return x if x.sum() > 0 else self.blocks[0](x)\n"
+    names = {}
+    exec(compile(script, "/home/someone/spindle/train.py", "exec"), names)
+    assert "(train.py, line 2:" in chain_of(Forward(names["forward"]).double(), X).reason
+
+
 def test_a_chain_follows_a_module_whose_buffers_are_replaced():
     class Shifted(Tower):
         def __init__(self) -> None:

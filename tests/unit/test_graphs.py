@@ -75,6 +75,6 @@ def test_a_gradient_stays_where_backward_makes_it_until_there_are_no_graphs(line
         )
     assert first is second
     assert gradients.memory == [first]
-    gradients.forget_taken()
+    gradients.drop_graph_memory()
     assert gradients.memory == []
-    assert gradients.is_free(linear.weight)
+    assert not gradients.has_grad_buffer(linear.weight)

@@ -51,7 +51,7 @@ def streams():
 
     with (
         mock.patch.object(lanes_module, "lane_stream", stream_of),
-        mock.patch.object(lanes_module, "_further_stream", stream_of),
+        mock.patch.object(lanes_module, "_stream_of_lane", stream_of),
         mock.patch.object(torch.cuda, "stream", return_value=nullcontext()),
     ):
         yield made
@@ -97,8 +97,8 @@ def started(program, rank, *, in_regions):
                         stream.done.add(number)
 
             def replay(region=region):
-                number_of_stream = (lanes._num_regions - 1) % len(lanes_module._REGIONS)
-                stream = of_lane[lanes_module._REGIONS[number_of_stream]]
+                number_of_stream = (lanes._num_regions - 1) % len(lanes_module._REGION_LANES)
+                stream = of_lane[lanes_module._REGION_LANES[number_of_stream]]
                 begin, ends = frozenset(stream.done), {}
                 for number, needed in region.needs.items():
                     made[number] = begin.union(*(ends[before] for before in needed))
@@ -137,7 +137,7 @@ def test_all_that_a_lane_or_a_message_needs_is_done_when_it_starts(seed, in_regi
 
 @pytest.mark.parametrize("seed", range(12))
 def test_regions_make_no_pass_wait_for_more(seed, monkeypatch):
-    monkeypatch.setattr(lanes_module, "_REGIONS", range(-100, -1))  # else one follows the fourth before it
+    monkeypatch.setattr(lanes_module, "_REGION_LANES", range(-100, -1))  # else one follows the fourth before it
     profile = contended(small.workload_profile(TASKS, num_devices=2 + seed % 3))
     program = lower(random_lane_plan(profile, f"plan {seed} lanes"), profile)
     if program.plan.num_lanes == 1:
@@ -189,13 +189,13 @@ def test_every_lane_waits_for_gathered_parameters_once_in_a_step(monkeypatch):
     shards.attach()
     bucket = next(bucket for bucket in program.buckets if 0 in bucket.ranks)
     for _ in range(2):
-        shards.settle()
+        shards.wait_all()
         waits.clear()
         shards.start_gather(bucket)
         for current in ("lane 0", "lane 1", "lane 1", "lane 0"):  # noqa: B007
             if shards.is_gathering(bucket):
                 shards.wait(bucket)
         assert waits == ["lane 0", "lane 1"]
-    shards.settle()
+    shards.wait_all()
     current = "lane 2"
     assert not shards.is_gathering(bucket)

@@ -61,7 +61,7 @@ def test_every_instruction_waits_for_what_it_needs_and_updates_have_all_sms(monk
         current.pop()
 
     monkeypatch.setattr(lanes, "compute_stream", lambda: home)
-    monkeypatch.setattr(lanes, "_further_stream", lambda lane: streams[1] if lane == 1 else Stream("of regions"))
+    monkeypatch.setattr(lanes, "_stream_of_lane", lambda lane: streams[1] if lane == 1 else Stream("of regions"))
     monkeypatch.setattr(lanes, "partitions", lambda given: [SimpleNamespace(stream=stream) for stream in streams])
     monkeypatch.setattr(torch.cuda, "stream", stream_of)
     rank_program = SimpleNamespace(compute=compute, transfer=(), sync=())

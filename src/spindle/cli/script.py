@@ -30,7 +30,7 @@ def workload_of_script(script: str, *arguments: str) -> Workload:
         capture = WorkloadCapture(output=Path(folder) / "workload.json")
         environment = {
             **capture.environment(),
-            variables.PRELUDE: "spindle.run.meta_init:leave_out_weights",
+            variables.PRELUDE: "spindle.run.meta_init:create_parameters_on_meta",
             "CUDA_VISIBLE_DEVICES": "",  # the same result on every machine, and no GPU memory is taken
         }
         ended = launched(Path(script), list(arguments), 1, None, environment=environment)

@@ -21,8 +21,8 @@ import torch
 from torch import nn
 
 from spindle.measure.rank_sync import RankSync
-from spindle.measure.timing import Passes, Work, between_s, mark, medians, warmed
-from spindle.run import Message, Pace, World, compute_stream, peers, wait
+from spindle.measure.timing import Passes, Work, elapsed_s, medians, timestamp, warm_up
+from spindle.run import LaunchThrottle, Message, World, compute_stream, peers, wait
 
 _SECONDS = 1.0  # seconds for all rounds, about
 _ROUNDS, _ROUNDS_ON_GPU = (16, 25), (6, 100)  # the smallest and the largest number of rounds
@@ -42,7 +42,7 @@ def measure_p2p_latency(work: Work | None, world: World) -> float | None:
     passes, once_s = None, math.nan
     with torch.random.fork_rng(devices=[world.device] if world.device.type == "cuda" else []):
         try:
-            passes = warmed(work or _linear_work(world.device))
+            passes = warm_up(work or _linear_work(world.device))
             once_s = sum(medians(passes, 1, world.device))
         except Exception:  # out of memory, for example
             pass
@@ -79,21 +79,21 @@ def _rounds(passes: Passes, count: int, world: World) -> tuple[list[float], list
     outgoing, incoming = torch.zeros(1, device=device), torch.zeros(1, device=device)
     receive, sends, begins, ends, failed = None, [], [], [], False
     with torch.cuda.stream(compute_stream()) if device.type == "cuda" else nullcontext():
-        pace = Pace(world)
+        throttle = LaunchThrottle(world)
         if not (is_first or is_unpaired):
             receive = _receive(world, incoming)
         for number in range(count):
             if receive is not None:
                 wait(receive)
-            pace.keep()
-            begins.append(mark(device))
+            throttle.wait()
+            begins.append(timestamp(device))
             failed = failed or not _try_pass(passes, whole=True)
-            ends.append(mark(device))
+            ends.append(timestamp(device))
             if not is_unpaired:
                 sends += world.start_exchange([Message(outgoing, partner)], [])[0]
                 # after the send, because some backends process the messages of a pair in the order of the calls
                 receive = _receive(world, incoming) if is_first or number < count - 1 else None
-            pace.keep()
+            throttle.wait()
             failed = failed or not _try_pass(passes, whole=is_unpaired)
         for request in (*sends, *([] if receive is None else [receive])):
             wait(request)
@@ -101,8 +101,8 @@ def _rounds(passes: Passes, count: int, world: World) -> tuple[list[float], list
         torch.cuda.synchronize(device)
     if failed:
         return [math.nan] * count, [math.nan] * count
-    works_s = [between_s(begin, end) for begin, end in zip(begins, ends, strict=True)]
-    waits_s = [between_s(end, begin) for end, begin in zip(ends, begins[1:], strict=False)]
+    works_s = [elapsed_s(begin, end) for begin, end in zip(begins, ends, strict=True)]
+    waits_s = [elapsed_s(end, begin) for end, begin in zip(ends, begins[1:], strict=False)]
     return works_s, [*waits_s, 0.0]
 
 

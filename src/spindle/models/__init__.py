@@ -5,7 +5,7 @@ from spindle.models.chain import Chain, ChainLayer, build_chain, chain_and_outpu
 from spindle.models.compiled import check_options, compiled
 from spindle.models.composite import Glue, OpenedComposite, PartCall, matched_leaves, open_composite
 from spindle.models.cross_entropy import CrossEntropies
-from spindle.models.effects import DrawWatch, host_random_state
+from spindle.models.effects import EffectsMode, host_random_state
 from spindle.models.fake import (
     NEEDS_VALUES,
     FakeWeights,
@@ -48,7 +48,7 @@ __all__ = [
     "Chain",
     "ChainLayer",
     "CrossEntropies",
-    "DrawWatch",
+    "EffectsMode",
     "EmulatedTensorGroup",
     "FakeWeights",
     "Glue",

@@ -28,9 +28,12 @@ def block_lists(module: nn.Module) -> BlockLists:
 
 
 def towers_of(module: nn.Module) -> list[nn.Module]:
-    """The largest submodules of a composite (a vision tower, a language model) that have a single stack of blocks, or
-    call blocks of several lists themselves. Empty if the composite itself calls blocks. Several stages in one list are
-    one stack. Of a module around a single other one (a model with adapters), those of the other."""
+    """The towers of a composite (a vision tower, a language model): its largest submodules that have a single stack of
+    blocks, or call blocks of several lists themselves.
+
+    Several stages in one list are one stack. A module that only wraps another one (a model with adapters) has the
+    towers of that one. Empty if the composite calls blocks itself.
+    """
     children = list(module.children())
     if len(children) == 1 and not isinstance(children[0], nn.Sequential | nn.ModuleList | nn.ModuleDict):
         towers = towers_of(children[0])

@@ -193,7 +193,7 @@ def chain_and_output(
     if not lists:
         return whole("it has no list of two or more equal blocks")
     try:
-        recording = record_pure(module, args, kwargs, lists, takes_inner=True)
+        recording = record_pure(module, args, kwargs, lists, allows_inner_outputs=True)
         chain = build_chain(module, cut_into_layers(module, recording, lists))
         if recording.ran_on_zeros and values is not None:
             return chain, run_on_fake_tensors
@@ -214,7 +214,7 @@ def chain_and_output(
 
 
 def record_pure(
-    module: nn.Module, args: Any, kwargs: Any, lists: BlockLists, *, takes_inner: bool = False
+    module: nn.Module, args: Any, kwargs: Any, lists: BlockLists, *, allows_inner_outputs: bool = False
 ) -> Recording:
     """Record a forward whose inlined code leaves no state on modules, because recorded code would not update that
     state.
@@ -233,10 +233,10 @@ def record_pure(
             raise UnsupportedForwardError(f"its {type(submodule).__name__} has hooks, which run around several blocks")
     before = ModuleSnapshot([module])
     try:
-        recording = record_forward(module, args, kwargs, blocks.values(), takes_inner=takes_inner)
+        recording = record_forward(module, args, kwargs, blocks.values(), allows_inner_outputs=allows_inner_outputs)
         after_first = ModuleSnapshot([module])
         if _ids(before.changed_modules()) & inlined:
-            recording = record_forward(module, args, kwargs, blocks.values(), takes_inner=takes_inner)
+            recording = record_forward(module, args, kwargs, blocks.values(), allows_inner_outputs=allows_inner_outputs)
             if _ids(after_first.changed_modules()) & inlined:
                 raise UnsupportedForwardError("its forward changes attributes of the module itself")
         return recording

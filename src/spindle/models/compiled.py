@@ -1,8 +1,8 @@
 """Layers whose modules are compiled by `torch.compile`, once for each kind of layer.
 
-Dynamo compiles the forward of a module and keeps the result with its code, guarded by the types and shapes it saw, not
-by the module: equal blocks share it. A module is compiled only inside the layers that the executor runs. While it is
-recorded or traced on fake tensors, the module runs uncompiled.
+Dynamo stores what it has compiled with the code of a module's forward, guarded by types and shapes, not by the module,
+so equal blocks share it. A module is compiled only inside the layers that the executor runs; it is recorded and traced
+uncompiled.
 """
 
 from __future__ import annotations

@@ -2,10 +2,10 @@
 
     composite, arguments ── record_forward ─▶ Recording ── slice ─▶ calls of parts, each with its glue
 
-The parts are its towers, which are split into layers later, and the other submodules that have parameters (projectors,
-embeddings, heads), that keep something from call to call, or whose random numbers several pieces of code need. The
-forward of the composite is recorded around them. For each call, the statements that compute its
-arguments become a function of the composite's own arguments and of the outputs of earlier calls; and so do those that
+The parts are its towers, which are split into layers later, and other submodules: those with parameters (projectors,
+embeddings, heads), those that keep state from call to call, and those that draw random numbers which several pieces of
+code need. The forward of the composite is recorded around them. The statements that compute the arguments of a call
+become a function of the composite's own arguments and of the outputs of earlier calls. So do the statements that
 compute what the composite returns. A statement that two functions need is run by both.
 
 Parameters that this code reads itself (a temperature) are the output of a part, too: `LooseParameters`.
@@ -113,8 +113,11 @@ def open_composite(
     *,
     records: bool = True,
 ) -> OpenedComposite | str:
-    """A composite's forward on arguments like these as calls of its parts, or why it cannot be opened. `values` returns
-    the arguments as real tensors, for code between its towers that reads them; without `records`, for any."""
+    """A composite's forward on arguments like these as calls of its parts, or why it cannot be opened.
+
+    `values` returns the arguments as real tensors, on which code between its towers is replayed if it reads values.
+    With `records=False`, it is always replayed.
+    """
     towers = towers_of(module)
     if not towers:
         return "it has no towers"
@@ -173,23 +176,27 @@ class _Opening:
         self._paths = {id(submodule): path for path, submodule in module.named_modules()}
         self._names = {id(value): name for name, value in recording.namespace.items() if isinstance(value, nn.Module)}
         self._parts: dict[str, Statement] = {}
-        self._take_parts(lambda statement: statement.keeps or _has_parameters(statement))
-        drawn_twice = self._drawn_twice()
-        if any(statement.module is None for statement in drawn_twice):
-            # Each piece of glue that needs them would draw numbers of its own.
+        self._choose_parts(lambda statement: statement.changes_module or _has_parameters(statement))
+        random_in_several = self._random_in_several()
+        if any(statement.module is None for statement in random_in_several):
+            # Each function that needs them would draw other numbers.
             raise UnsupportedForwardError("several of its parts need random numbers that are drawn between them")
-        if drawn_twice:
-            chosen = {*self._parts, *(statement.name for statement in drawn_twice)}
-            self._take_parts(lambda statement: statement.name in chosen)
+        if random_in_several:
+            chosen = {*self._parts, *(statement.name for statement in random_in_several)}
+            self._choose_parts(lambda statement: statement.name in chosen)
         self._loose: dict[str, Attribute] = {}  # by variable
 
-    def _take_parts(self, is_part: Callable[[Statement], bool]) -> None:
+    def _choose_parts(self, is_part: Callable[[Statement], bool]) -> None:
         calls = [statement for statement in self._recording.statements if statement.module is not None]
         self._parts = {statement.name: statement for statement in calls if is_part(statement)}
 
-    def _drawn_twice(self) -> list[Statement]:
-        """What draws random numbers that several functions need: operations, and calls of modules."""
-        drawn = [statement for statement in self._recording.statements if statement.draws or _is_random(statement)]
+    def _random_in_several(self) -> list[Statement]:
+        """The statements that draw random numbers which several functions need: operations, and calls of modules."""
+        drawn = [
+            statement
+            for statement in self._recording.statements
+            if statement.draws_random_numbers or _is_random(statement)
+        ]
         if not drawn:
             return []
         slices = [self._slice(References(uses=set(part.uses)), part)[0] for part in self._parts.values()]

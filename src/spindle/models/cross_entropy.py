@@ -72,7 +72,7 @@ class CrossEntropyFoundError(Exception):
         self.parts = parts
 
 
-class WantedCrossEntropy(CrossEntropies):
+class StopAtCrossEntropy(CrossEntropies):
     """A context whose body ends at the cross entropy of this number, with its total and count."""
 
     def __init__(self, number: int) -> None:

@@ -1,7 +1,7 @@
-"""What a call of a module does besides returning: whether it draws random numbers, or keeps something on the module.
+"""Side effects of calling a module: whether it draws random numbers, or changes the module's state.
 
-Code that runs several times in a step must not call such a module (`composite`, `replay`): each time it would draw
-other numbers, and count once more.
+Code that runs several times in a step (`composite`, `replay`) must not call such a module: every call would draw other
+numbers and update the state again.
 """
 
 from __future__ import annotations
@@ -16,21 +16,21 @@ import numpy
 import torch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from spindle.models.state import ModuleStates
 
 
 @dataclass(slots=True)
 class Effects:
-    """What calls of a module do besides returning: whether they draw random numbers, and whether they change the
-    module."""
+    """The side effects of calls of a module."""
 
-    draws: bool = False
-    keeps: bool = False
+    draws_random_numbers: bool = False
+    changes_module: bool = False
 
 
-class DrawWatch(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Notes whether an operation inside draws random numbers, also on fake tensors, and which storages it writes."""
+class EffectsMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Records whether operations draw random numbers, on fake tensors too, and which storages they write."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -39,23 +39,35 @@ class DrawWatch(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         self.has_drawn |= torch.Tag.nondeterministic_seeded in getattr(func, "tags", ())
-        schema = getattr(func, "_schema", None)
-        for argument, value in zip(schema.arguments if schema is not None else (), args, strict=False):
-            if argument.alias_info is not None and argument.alias_info.is_write and isinstance(value, torch.Tensor):
-                self.written.add(value.untyped_storage()._cdata)
+        self.written |= {tensor.untyped_storage()._cdata for tensor in written_tensors(func, args, kwargs or {})}
         return func(*args, **(kwargs or {}))
 
 
-def watched(module: nn.Module, run: Callable[[Any, Any], Any], effects: Effects) -> Callable[[Any, Any], Any]:
-    """A call of a module that notes its effects."""
+def written_tensors(func: Any, args: Any, kwargs: Any) -> list[torch.Tensor]:
+    """The tensors that a call of an operator writes to: in place, or given as `out=`."""
+    schema = getattr(func, "_schema", None)
+    if schema is None or not schema.is_mutable:
+        return []
+    names = [argument.name for argument in schema.arguments]
+    values = {**dict(zip(names, args, strict=False)), **kwargs}
+    written = [
+        values.get(argument.name)
+        for argument in schema.arguments
+        if argument.alias_info is not None and argument.alias_info.is_write
+    ]
+    return [leaf for leaf in tree_leaves(written) if isinstance(leaf, torch.Tensor)]
+
+
+def recording_effects(module: nn.Module, run: Callable[[Any, Any], Any], effects: Effects) -> Callable[[Any, Any], Any]:
+    """A function that calls a module like `run`, and adds its effects to `effects`."""
 
     def call(args: Any, kwargs: Any) -> Any:
-        before, watch = ModuleStates(module.modules()), DrawWatch()
+        before, mode = ModuleStates(module.modules()), EffectsMode()
         own = {tensor.untyped_storage()._cdata for part in module.modules() for tensor in _tensors_of(part)}
-        with watch:
+        with mode:
             result = run(args, kwargs)
-        effects.draws |= watch.has_drawn
-        effects.keeps |= bool(before.changed_modules()) or not own.isdisjoint(watch.written)
+        effects.draws_random_numbers |= mode.has_drawn
+        effects.changes_module |= bool(before.changed_modules()) or not own.isdisjoint(mode.written)
         return result
 
     return call

@@ -27,7 +27,7 @@ from spindle.models.statements import ValueDependenceError
 # errors of code that reads values, or whose shapes depend on them
 NEEDS_VALUES = (DataDependentOutputException, DynamicOutputShapeException, UnsupportedFakeTensorException)
 # the loggers with which torch reports, with a traceback, that a function cannot run on fake tensors
-_TALKATIVE = ("torch._subclasses.fake_tensor", "torch.fx.experimental.symbolic_shapes")
+_NOISY_LOGGERS = ("torch._subclasses.fake_tensor", "torch.fx.experimental.symbolic_shapes")
 
 
 def fake_mode(shape_env: ShapeEnv | None = None) -> FakeTensorMode:
@@ -139,8 +139,8 @@ class RandomWeights:
 
 
 def _random_weight(parameter: nn.Parameter) -> torch.Tensor:
-    """Values that keep activations in scale: matrices by their inputs, others around 0.5. A plain tensor: where scripts
-    are planned, new parameters have no values."""
+    """Random values that keep activations in scale: matrices scaled by their number of inputs, others around 0.5. Not
+    an nn.Parameter, because `run.meta_init` creates those without values."""
     weight = torch.empty(parameter.shape, dtype=parameter.dtype)
     if not parameter.is_floating_point():
         return weight.zero_()
@@ -189,7 +189,7 @@ def run_on_fakes(
     except Exception as error:
         raise (failure or error) from None
     if any(isinstance(leaf, int | float) for leaf in tree_leaves(real)):
-        # numbers that follow from zeros say nothing about those of a batch
+        # a number that was computed from zeros is wrong for a batch
         raise failure or ValueDependenceError("one of its parts returns a number that follows from values")
     result = tree_map(lambda leaf: fake_like(mode, leaf), real)
     pairs = zip(tree_leaves((zeros, real)), tree_leaves((arguments, result)), strict=True)
@@ -207,7 +207,7 @@ def _zeros_like(leaf: Any) -> Any:
 def without_torch_logs() -> Iterator[None]:
     """A context without torch's logs of failed operations on fake tensors: real tensors are tried next, and their error
     is reported."""
-    loggers = [logging.getLogger(name) for name in _TALKATIVE]
+    loggers = [logging.getLogger(name) for name in _NOISY_LOGGERS]
     before = [logger.disabled for logger in loggers]
     try:
         for logger in loggers:
@@ -289,7 +289,7 @@ def configs_with_caches(module: nn.Module) -> list[Any]:
 
 
 def call_without_cache(module: nn.Module, configs: Iterable[Any], args: Any, kwargs: Any) -> Any:
-    """The output of a module. `configs_with_caches` of it are given, because they take long to find."""
+    """Call a module with `use_cache` off. `configs` are its `configs_with_caches`, which take long to find."""
     with _switched_off([(config, "use_cache") for config in configs]):
         return module(*args, **kwargs)
 

@@ -1,8 +1,8 @@
-"""Tensors that a module makes inside and does not return (router logits, attention weights), and its caller takes.
+"""Tensors that a module computes but does not return, and that its caller uses (router logits, attention weights).
 
-Code around a block may get such tensors through a hook or a list that both share. They are outputs of submodules of the
-block, so they are found by the submodule's path, the number of its call inside the block, and the leaf of its output;
-and `call_with_inner_outputs` makes them further outputs of the block.
+Code around a block may get such tensors through a hook, or through a list that both share. They are outputs of
+submodules of the block, identified by the submodule's path, the number of its call inside the block, and the leaf of
+its output. `call_with_inner_outputs` makes them further outputs of the block.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ InnerOutput = tuple[str, int, int]  # path of a submodule, number of its call, l
 
 
 def call_with_inner_outputs(module: nn.Module, wanted: Sequence[InnerOutput], /, *args: Any, **kwargs: Any) -> Any:
-    """What a module returns, followed by outputs of calls inside it. The module is not compiled by `torch.compile`:
-    hooks that differ from call to call would have it compiled anew each time."""
+    """What a module returns, followed by outputs of calls inside it. Bypasses `torch.compile`, which would recompile
+    for the hooks of every call."""
     outputs: dict[tuple[str, int], list[Any]] = {}
     num_calls: Counter[str] = Counter()
     handles = []

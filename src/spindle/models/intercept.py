@@ -166,8 +166,8 @@ def intercepted_calls(modules: Iterable[nn.Module], called: RecordCall) -> Itera
 
 
 def _is_length_hint(frame: types.FrameType) -> bool:
-    """Whether this frame runs `list(x)` or `tuple(x)`, which ask for a length only to allocate: answering would fix the
-    number of entries for nothing."""
+    """Whether this frame runs `list(x)` or `tuple(x)`, which ask for a length only to allocate. Answering would
+    needlessly fix the number of entries in the recording."""
     line, last_line, begin, end = list(frame.f_code.co_positions())[frame.f_lasti // 2]
     if line is None or line != last_line:
         return False

@@ -36,7 +36,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflatten
 
 from spindle.models.constants import constant_value
-from spindle.models.effects import Effects, host_random_state, watched
+from spindle.models.effects import Effects, host_random_state, recording_effects, written_tensors
 from spindle.models.fake import as_when_compiling, device_of, run_on_fakes, without_caches
 from spindle.models.inner_outputs import InnerOutput, Reference, inner_outputs
 from spindle.models.intercept import Interception
@@ -76,29 +76,29 @@ def argument_normalizer(module: nn.Module) -> Callable[[Any, Any], Arguments]:
 
 
 def record_forward(
-    module: nn.Module, args: Any, kwargs: Any, blocks: Iterable[nn.Module], *, takes_inner: bool = False
+    module: nn.Module, args: Any, kwargs: Any, blocks: Iterable[nn.Module], *, allows_inner_outputs: bool = False
 ) -> Recording:
     """Record a forward on arguments with these shapes and dtypes. Whatever the forward raises is raised here. With
-    `takes_inner`, tensors that a submodule makes inside and does not return may be used (`inner_outputs`)."""
+    `allows_inner_outputs`, tensors that a submodule makes inside and does not return may be used (`inner_outputs`)."""
     leaves, spec = tree_flatten(argument_normalizer(module)(args, kwargs))
     blocks = list(blocks)
-    reading: frozenset[int] = frozenset()
+    value_readers: frozenset[int] = frozenset()
     has_symbolic_ints = True
     while True:
-        recorder = _Recorder(module, blocks, device_of(leaves), takes_inner, reading, has_symbolic_ints)
+        recorder = _Recorder(module, blocks, device_of(leaves), allows_inner_outputs, value_readers, has_symbolic_ints)
         try:
             recording = recorder.record(leaves, spec)
-            if recorder.reading == reading or not recorder.has_inner:
+            if recorder.value_readers == value_readers or not recorder.uses_inner_outputs:
                 return recording
         except Exception as error:
             is_key = has_symbolic_ints and isinstance(error, TypeError) and "unhashable type" in str(error)
             if is_key and any(type(leaf) is int for leaf in leaves):
-                has_symbolic_ints = False  # the code takes an int as a key: no size, but the number of something
-            elif recorder.reading == reading or not takes_inner:
+                has_symbolic_ints = False  # the code uses an int as a key, so it is not a size
+            elif recorder.value_readers == value_readers or not allows_inner_outputs:
                 raise
-        # Modules that read values have run twice, on fake tensors and on zeros, and both runs may have left tensors
-        # behind. Now they run on zeros only.
-        reading = recorder.reading
+        # Modules that read values have run on fake tensors and on zeros, and both runs may have left tensors behind.
+        # Record again, running them on zeros only.
+        value_readers = recorder.value_readers
 
 
 # A view in the recording may need a copy at run time, where strides can differ.
@@ -114,15 +114,15 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         module: nn.Module,
         blocks: Iterable[nn.Module],
         device: torch.device,
-        takes_inner: bool,
-        reading: frozenset[int],
+        allows_inner_outputs: bool,
+        value_readers: frozenset[int],
         has_symbolic_ints: bool,
     ) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._module = module
-        self._takes_inner, self._has_symbolic_ints = takes_inner, has_symbolic_ints
-        self.reading = reading  # ids of modules that read values
-        self.has_inner = False  # whether tensors made inside called modules are used
+        self._allows_inner_outputs, self._has_symbolic_ints = allows_inner_outputs, has_symbolic_ints
+        self.value_readers = value_readers  # ids of modules that read values
+        self.uses_inner_outputs = False  # whether tensors made inside called modules are used
         # These tensors by id, with the variable of the call and their place in it.
         self._inner: dict[int, tuple[Reference, str, InnerOutput]] = {}
         self._real: dict[int, tuple[Reference, torch.Tensor]] = {}  # of modules that read values, and their fakes
@@ -194,7 +194,7 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             outer_context=outer_context,
             storages=self._values.storages,
             result=tree_map(self._values.to_concrete, result),
-            ran_on_zeros=bool(self.reading),
+            ran_on_zeros=bool(self.value_readers),
             leaves=tuple((self._values.text(leaf, uses, "it returns"), uses) for leaf, uses in returned),
         )
 
@@ -214,13 +214,13 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         mode, weights = self._values.concrete_mode, self._values.weights
         effects = Effects()
         if module is not None and not any(True for _ in module.parameters()):
-            run = watched(module, run, effects)
+            run = recording_effects(module, run, effects)
         with self._calls.paused(), ExitStack() as stack:
-            if module is not None and self._takes_inner:
+            if module is not None and self._allows_inner_outputs:
                 made = stack.enter_context(inner_outputs(module))
-            result, real = run_on_fakes(run, concrete, mode, weights, reads_values=id(target) in self.reading)
+            result, real = run_on_fakes(run, concrete, mode, weights, reads_values=id(target) in self.value_readers)
         if real:
-            self.reading |= {id(target)}
+            self.value_readers |= {id(target)}
             self._real |= {id(leaf): (ref(leaf), fake) for leaf, fake in real}
 
         name = self._code.new_variable()
@@ -237,12 +237,12 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 attributes=tuple(references.attributes),
                 has_effect=True,
                 context=current_context(),
-                draws=effects.draws,
-                keeps=effects.keeps,
+                draws_random_numbers=effects.draws_random_numbers,
+                changes_module=effects.changes_module,
                 returns_number=has_number(tree_leaves(result)),
             )
         )
-        if effects.keeps:  # what it passes on unchanged now may be something else in the next call
+        if effects.changes_module:  # a tensor that it returns unchanged now may be another one in the next call
             with mode:
                 result = tree_map(lambda leaf: leaf.clone() if isinstance(leaf, torch.Tensor) else leaf, result)
         return self._register_output(result, name, f"it gets from {label}")
@@ -290,20 +290,15 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             # Recorded as a detach into a new variable: other uses of the old variable keep their gradient.
             func = aten.detach.default
             self._values.tensors.pop(id(result), None)
+        written = written_tensors(func, args, kwargs)
+        for tensor in written:
+            attribute = self._values.attribute_storages.get(tensor.untyped_storage()._cdata)
+            if attribute is not None:
+                raise UnsupportedForwardError(changed_tensor(*attribute))
         writes = tuple(
-            self._values.tensors[id(arg)].text
-            for schema, arg in zip(func._schema.arguments, args, strict=False)
-            if schema.alias_info is not None and schema.alias_info.is_write and id(arg) in self._values.tensors
+            self._values.tensors[id(tensor)].text for tensor in written if id(tensor) in self._values.tensors
         )
-        for schema, arg in zip(func._schema.arguments, args, strict=False):
-            if schema.alias_info is not None and schema.alias_info.is_write and isinstance(arg, torch.Tensor):
-                attribute = self._values.attribute_storages.get(arg.untyped_storage()._cdata)
-                if attribute is not None:
-                    raise UnsupportedForwardError(changed_tensor(*attribute))
-        # `constant_value` runs producers again to evaluate a tensor, and would miss this write.
-        for arg in args if writes else ():
-            if id(arg) in self._values.tensors:
-                self._values.tensors[id(arg)].producer = None  # its value is no longer what the producer gave
+        self._values.forget_producers(written)
         if func is aten.lift_fresh.default:  # the recorded constant itself must never be written to
             func = aten.clone.default
 
@@ -375,11 +370,11 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         reference, fake = self._real.get(id(tensor), (None, None))
         if reference is not None and reference() is tensor:
             assert fake is not None
-            self.has_inner = True
+            self.uses_inner_outputs = True
             return self._values.symbolic_of.get(id(fake))
         if id(tensor) not in self._inner or self._inner[id(tensor)][0]() is not tensor:
             return None
-        self.has_inner = True
+        self.uses_inner_outputs = True
         _, name, place = self._inner[id(tensor)]
         call = self._called[name]
         statements = self._code.statements
@@ -463,5 +458,5 @@ def _pick(name: str, source: str, entry: int) -> Statement:
 
 
 def changed_tensor(owner: nn.Module, name: str) -> str:
-    """Why a forward cannot be recorded that changes a tensor of a module: ranks would have different values of it."""
+    """The reason why a forward that changes a tensor of a module is not recorded: ranks would have different values."""
     return f"its forward changes {name!r}, a tensor of its {type(owner).__name__}, between its blocks"

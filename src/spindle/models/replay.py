@@ -10,10 +10,9 @@ run on any rank that has these, and its gradients are right.
 
 `replay_learning` learns once, from a first batch, which parts are called in which order, and what each needs.
 
-Checks: once a value was read, the code may behave differently for another batch. So all later arguments of parts,
+Checks: once the code has read a value, it may behave differently for another batch. So all later arguments of parts,
 including numbers and None, come from a replay of the current batch. Only outputs of parts that are passed on unchanged
-go straight to the next part. Every replay checks that they still are, and raises an error for a batch where they are
-not.
+go straight to the next part, and every replay checks that they are still passed on.
 
 Running ahead: most arguments of blocks (masks, positions, lengths of sequences) do not depend on the blocks before.
 They are computed once, before the first block: the code runs through all blocks while these return zeros. So nothing
@@ -33,23 +32,22 @@ from torch import nn
 from torch.utils._pytree import TreeSpec, tree_leaves, tree_map, tree_unflatten
 
 from spindle.errors import GuardError
-from spindle.models.cross_entropy import CrossEntropyFoundError, WantedCrossEntropy
+from spindle.models.cross_entropy import CrossEntropyFoundError, StopAtCrossEntropy
 from spindle.models.fake import as_when_compiling, clone_leaf, device_of, without_caches
 from spindle.models.intercept import intercepted_calls
 from spindle.models.zeros import zero_weights
 
 
 @dataclass(frozen=True, slots=True)
-class Like:
-    """A leaf of an output that has the shape of a leaf of the arguments."""
+class SameShape:
+    """The shape of a leaf of an output: that of this leaf of the arguments."""
 
     leaf: int
 
 
 @dataclass(frozen=True, slots=True)
-class Same:
-    """A leaf of arguments or of the output that is an unchanged input (`call` is None), or an unchanged leaf of a
-    call's output."""
+class PassedOn:
+    """A leaf that the code passes on unchanged: a leaf of the inputs (`call` is None), or of the output of a call."""
 
     call: int | None
     leaf: int
@@ -59,15 +57,15 @@ class Same:
 class ReplayedCall:
     """A call of a part.
 
-    `shapes` has, for each leaf of its output, which argument has the same shape; None if that is unknown; or the leaf
-    itself if it is no tensor. `passed` has, for each leaf of its arguments that the program passes on without a replay,
-    what it must be. `writes` says whether the code modifies its output in place.
+    `shapes` has, for each leaf of its output: which argument has the same shape; None if that is unknown; or a tuple
+    with the leaf itself if it is not a tensor. `passed` has, for each leaf of its arguments that needs no replay, what
+    it must be. `writes` says whether the code modifies its output in place.
     """
 
     path: str
     spec: TreeSpec
     shapes: tuple[Any, ...]
-    passed: tuple[Same | None, ...]
+    passed: tuple[PassedOn | None, ...]
     writes: bool
 
 
@@ -87,25 +85,26 @@ class Replay:
     calls: tuple[ReplayedCall, ...]
     loose: tuple[tuple[str, str, tuple[int, ...], torch.dtype], ...]  # path of the owner, name, shape, dtype
     first_block: int
-    returned: tuple[Same | None, ...]  # of the leaves of the output, like `passed` of calls
+    returned: tuple[PassedOn | None, ...]  # of the leaves of the output, like `passed` of calls
     written: tuple[int, ...]  # leaves of the arguments that the code modifies in place
 
     def __repr__(self) -> str:
         return f"Replay({self.targets}, {[call.path for call in self.calls]}, {self.loose})"
 
     def segment(self, number: int, needed: Sequence[int], inputs: Any, outputs: Any, loose: Any) -> list[Any]:
-        """The leaves of the arguments of call `number`, or of the output after the last call. `outputs` are those of
-        earlier calls: real ones for the calls in `needed`, only shapes for the others."""
+        """Run the code up to call `number`, and return the leaves of its arguments; after the last call, those of the
+        output. `outputs` are those of earlier calls: real ones for the calls in `needed`, only shapes for the
+        others."""
         wanted: list[Any] = []
         known = set(needed)
 
-        def answer(place: int, call: ReplayedCall, run: Any, args: Any, kwargs: Any) -> Any:
+        def output_of(place: int, call: ReplayedCall, run: Any, args: Any, kwargs: Any) -> Any:
             if place == number:
                 wanted.extend(tree_leaves((args, kwargs)))
                 raise _Stop
             return outputs[place] if place in known else self._zeros(call, outputs[place], args, kwargs)
 
-        result = self._run(answer, inputs, loose)
+        result = self._run(output_of, inputs, loose)
         return tree_leaves(result) if number == len(self.calls) else wanted
 
     def loss_parts(
@@ -114,10 +113,10 @@ class Replay:
         """The total and the count of a mean that the code computes after its last call, in its cross entropy of number
         `which`. The other arguments are those of `segment`."""
         try:
-            with WantedCrossEntropy(which):
+            with StopAtCrossEntropy(which):
                 self.segment(number, needed, inputs, outputs, loose)
-        except CrossEntropyFoundError as found:
-            return found.parts
+        except CrossEntropyFoundError as reached:
+            return reached.parts
         raise self._refusal(f"it computed {which + 1} cross entropies, now fewer")
 
     def ahead(
@@ -128,14 +127,15 @@ class Replay:
         loose: Any,
         compute: Callable[[nn.Module, Any, Any], Any] | None = None,
     ) -> list[Any]:
-        """Leaves of arguments of calls that depend on no block, by call and leaf; and the outputs of some calls before
-        the first block, which are computed."""
+        """Run the code through all blocks, which return zeros. Returns the `wanted` leaves of arguments, given by call
+        and leaf, none of which depends on a block; then the outputs of the calls `exported`, which come before the
+        first block and are computed."""
         values: dict[tuple[int, int], Any] = {}
         computed: dict[int, Any] = {}
         places = set(wanted)
         last = len(self.calls) - 1  # also beyond the last one needed, so that values that are passed on are checked
 
-        def answer(place: int, call: ReplayedCall, run: Any, args: Any, kwargs: Any) -> Any:
+        def output_of(place: int, call: ReplayedCall, run: Any, args: Any, kwargs: Any) -> Any:
             for leaf, value in enumerate(tree_leaves((args, kwargs))):
                 if (place, leaf) in places:
                     values[place, leaf] = value
@@ -147,7 +147,7 @@ class Replay:
                 return computed[place]
             return self._zeros(call, None, args, kwargs)
 
-        self._run(answer, inputs, loose)
+        self._run(output_of, inputs, loose)
         return [*(values[place] for place in wanted), *(computed[place] for place in exported)]
 
     def _zeros(self, call: ReplayedCall, shapes: Any, args: Any, kwargs: Any) -> Any:
@@ -156,7 +156,7 @@ class Replay:
         given = tree_leaves(shapes) if shapes is not None else [None] * len(call.shapes)
         leaves = []
         for shape, empty in zip(call.shapes, given, strict=True):
-            if isinstance(shape, Like):
+            if isinstance(shape, SameShape):
                 leaves.append(torch.zeros_like(arguments[shape.leaf]))
             elif shape is not None:
                 leaves.append(shape[0])
@@ -166,7 +166,7 @@ class Replay:
                 leaves.append(torch.empty(0, device=device_of(arguments)))
         return tree_unflatten(leaves, call.spec)
 
-    def _run(self, answer: Callable[..., Any], inputs: Any, loose: Any) -> Any:
+    def _run(self, output_of: Callable[..., Any], inputs: Any, loose: Any) -> Any:
         targets = [self.module.get_submodule(path) for path in self.targets]
         paths = {id(target): path for target, path in zip(targets, self.targets, strict=True)}
         given = iter(inputs)
@@ -175,7 +175,7 @@ class Replay:
         seen: dict[int | None, list[Any]] = {None: leaves}  # the values that the code received: inputs, and by call
         versions: dict[int | None, list[int]] = {None: list(map(version_of, leaves))}
 
-        def check(values: list[Any], rules: Sequence[Same | None], what: str) -> None:
+        def check(values: list[Any], rules: Sequence[PassedOn | None], what: str) -> None:
             if len(values) != len(rules):
                 raise self._refusal(f"{what} got {len(rules)} values, now {len(values)}")
             for value, rule in zip(values, rules, strict=True):
@@ -184,14 +184,14 @@ class Replay:
                 ):
                     raise self._refusal(f"{what} got the output of an earlier part unchanged, now another tensor")
 
-        def called(module: nn.Module, run: Any, args: Any, kwargs: Any) -> Any:
+        def intercept(module: nn.Module, run: Any, args: Any, kwargs: Any) -> Any:
             place = len(seen) - 1
             if place >= len(self.calls) or self.calls[place].path != paths[id(module)]:
                 calls = ", ".join(call.path for call in self.calls)
                 raise self._refusal(f"it called {calls} in this order, now {paths[id(module)]} as number {place}")
             call = self.calls[place]
             check(tree_leaves((tuple(args), dict(kwargs))), call.passed, call.path)
-            output = answer(place, call, run, args, kwargs)
+            output = output_of(place, call, run, args, kwargs)
             if not torch.is_grad_enabled():  # the code has disabled gradients around this call
                 output = tree_map(_detach, output)
             # a copy of the object, which the code may modify, and of tensors that it does modify
@@ -208,7 +208,7 @@ class Replay:
             as_when_compiling(),  # otherwise code may leave out a mask that masks nothing in this batch
             without_caches(self.module),
             self._loose_parameters(loose, leaves),
-            intercepted_calls(targets, called),
+            intercepted_calls(targets, intercept),
         ):
             try:
                 result = self.module(*args, **kwargs)
@@ -236,8 +236,8 @@ class Replay:
 
     @contextmanager
     def _loose_parameters(self, loose: Any, leaves: Any) -> Iterator[None]:
-        """A context in which the parameters that the code reads itself are replaced by these tensors. Parameters that
-        are not given do not affect the result, and may be on other ranks."""
+        """A context in which the parameters that the code reads itself are replaced by these tensors. Those given as
+        None do not affect the result, and may be on other ranks."""
         before = []
         for (path, name, shape, dtype), tensor in zip(self.loose, loose, strict=True):
             parameters = self.module.get_submodule(path)._parameters

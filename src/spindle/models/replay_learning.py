@@ -25,11 +25,11 @@ from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflat
 
 from spindle.errors import GuardError
 from spindle.models.cross_entropy import CrossEntropies
-from spindle.models.effects import Effects, watched
+from spindle.models.effects import Effects, recording_effects, written_tensors
 from spindle.models.fake import as_when_compiling, device_of, without_caches
 from spindle.models.intercept import intercepted_calls
 from spindle.models.recording import argument_normalizer
-from spindle.models.replay import Like, Replay, ReplayedCall, Same, version_of
+from spindle.models.replay import PassedOn, Replay, ReplayedCall, SameShape, version_of
 from spindle.models.replay_writing import LearntCall, ReplayWriter, Source, has_parameters
 from spindle.models.state import ModuleStates
 from spindle.models.statements import (
@@ -56,13 +56,13 @@ def replay_forward(
     learner = _Learner(module, list(blocks), args, kwargs, runs_ahead)
     recording = learner.recording()
     if learner.has_changed_modules or learner.has_left_tensors:
-        # once more, with what the first call has left, because only now a call can read it
+        # Again: only the second call can read what the first one has left behind.
         learner = _Learner(module, list(blocks), args, kwargs, runs_ahead)
         recording = learner.recording()
     if learner.has_changed_modules:
         raise UnsupportedForwardError("its forward changes attributes or buffers of the module itself")
-    if learner.kept:
-        owner, name = learner.kept[0]
+    if learner.read_and_replaced:
+        owner, name = learner.read_and_replaced[0]
         raise UnsupportedForwardError(f"its forward reads {type(owner).__name__}.{name}, a tensor of the call before")
     return recording
 
@@ -121,10 +121,8 @@ class _Dependencies(TorchDispatchMode):  # type: ignore[no-untyped-call]
             if isinstance(leaf, torch.Tensor):
                 self._alive.append(leaf)
                 self.of.setdefault(leaf.untyped_storage()._cdata, set()).update(sources)
-        schema = getattr(func, "_schema", None)
-        for argument, value in zip(schema.arguments if schema is not None else (), args, strict=False):
-            if argument.alias_info is not None and argument.alias_info.is_write and isinstance(value, torch.Tensor):
-                self.of.setdefault(value.untyped_storage()._cdata, set()).update(sources)
+        for tensor in written_tensors(func, args, kwargs or {}):
+            self.of.setdefault(tensor.untyped_storage()._cdata, set()).update(sources)
         return result
 
 
@@ -141,60 +139,64 @@ class _Learner:
     losses: dict[int, int | set[int]] = field(default_factory=dict)  # by leaf of the output; see `_losses`
     has_changed_modules: bool = False  # whether the code around its parts has changed modules
     has_left_tensors: bool = False  # whether it has assigned other tensors to attributes
-    kept: list[tuple[nn.Module, str]] = field(default_factory=list)  # attributes that it has both read and replaced
+    read_and_replaced: list[Attribute] = field(default_factory=list)  # tensor attributes, by that code
     # By id: modules that draw random numbers or keep state, and are not parts yet.
-    with_effects: dict[int, nn.Module] = field(default_factory=dict)
+    effectful_modules: dict[int, nn.Module] = field(default_factory=dict)
 
     def recording(self) -> Recording:
         outer_context = current_context()
         leaves, spec = tree_flatten(argument_normalizer(self.module)(self.args, self.kwargs))
         is_input = [isinstance(leaf, torch.Tensor) or type(leaf) is int for leaf in leaves]
         block_ids = {id(block) for block in self.blocks}
-        around = [
+        inlined_modules = [
             submodule
             for submodule in self.module.modules()
             if id(submodule) not in block_ids and any(id(inner) in block_ids for inner in submodule.modules())
         ]
-        inlined = {id(submodule) for submodule in around}
+        inlined_ids = {id(submodule) for submodule in inlined_modules}
         paths = {id(submodule): path for path, submodule in self.module.named_modules()}
         targets = [
             submodule
             for submodule in self.module.modules()
-            if id(submodule) not in inlined and has_parameters(submodule)
+            if id(submodule) not in inlined_ids and has_parameters(submodule)
         ]
         loose = [
             (submodule, name)
             for submodule in self.module.modules()
-            if id(submodule) in inlined
+            if id(submodule) in inlined_ids
             for name, parameter in submodule._parameters.items()
             if parameter is not None
         ]
         device = device_of(leaves)
         given = leaves
         while True:
-            follow = _Dependencies()
+            dependencies = _Dependencies()
             leaves = [leaf.detach().clone() if isinstance(leaf, torch.Tensor) else leaf for leaf in given]
             for number, leaf in enumerate(leaves):
-                follow.add(leaf, ("input", number))
-            result, result_sources, result_read = self._learn(leaves, spec, targets, loose, follow, device, around)
-            if not self.with_effects:
+                dependencies.add(leaf, ("input", number))
+            result, result_sources, result_read = self._learn(
+                leaves, spec, targets, loose, dependencies, device, inlined_modules
+            )
+            if not self.effectful_modules:
                 break
             # these are parts, too, so that each runs once in a step
-            targets += self.with_effects.values()
-            self.with_effects, self.calls = {}, []
+            targets += self.effectful_modules.values()
+            self.effectful_modules, self.calls = {}, []
         self._check_blocks(block_ids)
         # Calls inside a part are the part's own. From here on, only parts that this code calls, or might call, are
         # intercepted.
-        outermost = {id(child) for part in self.module.modules() if id(part) in inlined for child in part.children()}
+        outermost = {
+            id(child) for part in self.module.modules() if id(part) in inlined_ids for child in part.children()
+        }
         outermost |= {id(call.module) for call in self.calls}
         targets = [target for target in targets if id(target) in outermost]
         first_block = next(number for number, call in enumerate(self.calls) if id(call.module) in block_ids)
-        if follow.is_random:
+        if dependencies.is_random:
             raise UnsupportedForwardError("random numbers are drawn between its parts")
         # The parts return zeros here; with real outputs, the code may branch differently.
         if any(kind != "input" for kind, _ in result_read):
             raise UnsupportedForwardError("the code between its parts branches on values that its parts compute")
-        passed = _Passed(leaves, is_input, self.calls)
+        passed = _PassedThrough(leaves, is_input, self.calls)
         replay = Replay(
             module=self.module,
             spec=spec,
@@ -240,39 +242,46 @@ class _Learner:
         spec: Any,
         targets: list[nn.Module],
         loose: list[Attribute],
-        follow: _Dependencies,
+        dependencies: _Dependencies,
         device: Any,
-        around: list[nn.Module],
+        inlined_modules: list[nn.Module],
     ) -> tuple[Any, list[set[Source]], set[Source]]:
-        known = {id(each) for each in (*targets, *around)}
+        known = {id(each) for each in (*targets, *inlined_modules)}
         others = [each for each in self.module.modules() if id(each) not in known and not has_parameters(each)]
         other_ids = {id(each) for each in others}
 
-        def called(module: nn.Module, run: Any, args: Any, kwargs: Any) -> Any:
+        def intercept(module: nn.Module, run: Any, args: Any, kwargs: Any) -> Any:
             if id(module) in other_ids:
                 effects = Effects()
-                output = watched(module, run, effects)(args, kwargs)
-                if effects.draws or effects.keeps:
-                    self.with_effects[id(module)] = module
+                output = recording_effects(module, run, effects)(args, kwargs)
+                if effects.draws_random_numbers or effects.changes_module:
+                    self.effectful_modules[id(module)] = module
                 return output
             context = current_context()
             argument_leaves, argument_spec = tree_flatten((tuple(args), dict(kwargs)))
-            sources = [follow.sources(leaf) for leaf in argument_leaves]
-            follow.is_paused = losses.is_paused = True
+            sources = [dependencies.sources(leaf) for leaf in argument_leaves]
+            dependencies.is_paused = losses.is_paused = True
             try:
                 output = _without_aliases(zero_output(module, args, kwargs))
             finally:
-                follow.is_paused = losses.is_paused = False
+                dependencies.is_paused = losses.is_paused = False
             if any(isinstance(leaf, int | float) for leaf in tree_leaves(output)):
                 name = type(module).__name__
                 raise UnsupportedForwardError(f"its {name} returns a number, which may follow from values of tensors")
-            follow.add(output, ("call", len(self.calls)))
+            dependencies.add(output, ("call", len(self.calls)))
             versions = list(map(version_of, argument_leaves))
             # as leaves, because the code may modify the object that it gets
             returned = tree_flatten(output)
             self.calls.append(
                 LearntCall(
-                    module, argument_leaves, argument_spec, sources, set(follow.read), versions, context, *returned
+                    module,
+                    argument_leaves,
+                    argument_spec,
+                    sources,
+                    set(dependencies.read),
+                    versions,
+                    context,
+                    *returned,
                 )
             )
             return output
@@ -282,29 +291,39 @@ class _Learner:
         # with gradients enabled, as outside, to see where the code disables them; zeros need none
         with as_when_compiling(), without_caches(self.module), zero_weights(self.module, device) as zeros:
             for number, (owner, name) in enumerate(loose):
-                follow.add(zeros[id(owner), name], ("loose", number))
-            before, tensors = ModuleStates(around), _tensor_attributes(around)
-            follow.attributes = frozenset(tensor.untyped_storage()._cdata for tensor, _ in tensors.values())
-            with intercepted_calls([*targets, *others], called), follow, _noting_reads(follow), losses:
+                dependencies.add(zeros[id(owner), name], ("loose", number))
+            before, tensors = ModuleStates(inlined_modules), _tensor_attributes(inlined_modules)
+            dependencies.attributes = frozenset(tensor.untyped_storage()._cdata for tensor, _ in tensors.values())
+            with (
+                intercepted_calls([*targets, *others], intercept),
+                dependencies,
+                _recording_reads(dependencies),
+                losses,
+            ):
                 result = self.module(*args, **kwargs)
-            self.has_changed_modules = bool(before.changed_modules(but_for_tensors=True))
-            self._compare_tensors(around, tensors, follow)
+            self.has_changed_modules = bool(before.changed_modules(ignore_tensors=True))
+            self._compare_tensors(inlined_modules, tensors, dependencies)
         result_leaves = tree_leaves(result)
-        self.losses = _losses(result_leaves, losses, follow, leaves)
-        return result, [follow.sources(leaf) for leaf in result_leaves], set(follow.read)
+        self.losses = _losses(result_leaves, losses, dependencies, leaves)
+        return result, [dependencies.sources(leaf) for leaf in result_leaves], set(dependencies.read)
 
     def _compare_tensors(
-        self, around: list[nn.Module], before: dict[Attribute, tuple[torch.Tensor, int]], follow: _Dependencies
+        self,
+        inlined_modules: list[nn.Module],
+        before: dict[Attribute, tuple[torch.Tensor, int]],
+        dependencies: _Dependencies,
     ) -> None:
         """Note tensors that were assigned to attributes, and which of them had earlier values that were read."""
-        now = _tensor_attributes(around)
+        now = _tensor_attributes(inlined_modules)
         changed = [
             key
             for key, (value, version) in before.items()
             if key not in now or now[key][0] is not value or now[key][1] != version
         ]
         self.has_left_tensors = bool(changed) or now.keys() != before.keys()
-        self.kept = [key for key in changed if before[key][0].untyped_storage()._cdata in follow.used]
+        self.read_and_replaced = [
+            key for key in changed if before[key][0].untyped_storage()._cdata in dependencies.used
+        ]
 
     def _check_blocks(self, block_ids: set[int]) -> None:
         num_blocks = sum(id(call.module) in block_ids for call in self.calls)
@@ -313,17 +332,17 @@ class _Learner:
 
 
 def _losses(
-    result: list[Any], losses: CrossEntropies, follow: _Dependencies, leaves: list[Any]
+    result: list[Any], losses: CrossEntropies, dependencies: _Dependencies, leaves: list[Any]
 ) -> dict[int, int | set[int]]:
     """The leaves of the output that are losses over tokens: either the number of the cross entropy whose mean it is, or
     the inputs that a sum is divided by (`num_items_in_batch`). Where a plain number comes from is unknown."""
-    found: dict[int, int | set[int]] = {}
+    losses_by_leaf: dict[int, int | set[int]] = {}
     for position, leaf in enumerate(result):
         for number, (value, reduction) in enumerate(losses.results):
             if value is leaf and reduction == "mean":
-                found[position] = number
+                losses_by_leaf[position] = number
         for quotient, divisor in losses.quotients:
-            sources = follow.sources(divisor)
+            sources = dependencies.sources(divisor)
             if (
                 quotient is leaf
                 and sources
@@ -332,8 +351,8 @@ def _losses(
                     for kind, number in sources
                 )
             ):
-                found[position] = {number for _, number in sources}
-    return found
+                losses_by_leaf[position] = {number for _, number in sources}
+    return losses_by_leaf
 
 
 def _shape_rule(leaf: Any, arguments: list[Any]) -> Any:
@@ -342,24 +361,24 @@ def _shape_rule(leaf: Any, arguments: list[Any]) -> Any:
         return (leaf,)
     for number, argument in enumerate(arguments):
         if isinstance(argument, torch.Tensor) and argument.shape == leaf.shape and argument.dtype == leaf.dtype:
-            return Like(number)
+            return SameShape(number)
     return None
 
 
-class _Passed:
+class _PassedThrough:
     """Which tensors the code passes on unchanged."""
 
     def __init__(self, leaves: list[Any], is_input: list[bool], calls: list[LearntCall]) -> None:
-        self._places: dict[int, Same] = {}
+        self._places: dict[int, PassedOn] = {}
         for number, leaf in enumerate(leaves):
             if is_input[number] and isinstance(leaf, torch.Tensor):
-                self._places[id(leaf)] = Same(None, number)
+                self._places[id(leaf)] = PassedOn(None, number)
         for number, call in enumerate(calls):
             for position, leaf in enumerate(call.output):
                 if isinstance(leaf, torch.Tensor):
-                    self._places.setdefault(id(leaf), Same(number, position))
+                    self._places.setdefault(id(leaf), PassedOn(number, position))
 
-    def rule(self, value: Any, version: int, read: set[Source]) -> Same | None:
+    def rule(self, value: Any, version: int, read: set[Source]) -> PassedOn | None:
         """What a value must be in every batch; None for a value that is computed from each batch. Inputs are passed on
         without a replay only if no value was read before."""
         place = self._places.get(id(value)) if isinstance(value, torch.Tensor) and version == 0 else None
@@ -389,22 +408,22 @@ def _tensor_attributes(modules: Iterable[nn.Module]) -> dict[Attribute, tuple[to
 
 
 @contextmanager
-def _noting_reads(follow: _Dependencies) -> Iterator[None]:
+def _recording_reads(dependencies: _Dependencies) -> Iterator[None]:
     """A context that also notes reads of whole tensors, which the dispatcher does not see."""
     names = ("tolist", "numpy", "__array__")
     before = {name: getattr(torch.Tensor, name) for name in names}
 
-    def noting(name: str) -> Callable[..., Any]:
+    def recording(name: str) -> Callable[..., Any]:
         def read(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-            if not follow.is_paused:
-                follow.read |= follow.sources(tensor)
+            if not dependencies.is_paused:
+                dependencies.read |= dependencies.sources(tensor)
             return before[name](tensor, *args, **kwargs)
 
         return read
 
     own = {name for name in names if name in vars(torch.Tensor)}  # other methods are inherited
     for name in names:
-        setattr(torch.Tensor, name, noting(name))
+        setattr(torch.Tensor, name, recording(name))
     try:
         yield
     finally:

@@ -74,7 +74,7 @@ class ReplayWriter:
                 self._same[id(leaf)] = (name, name)
 
     def _is_same(self, value: Any, version: int, read: set[Source]) -> bool:
-        """Whether a tensor is passed on as a part returned it, or as it was given before any value was read."""
+        """Whether a tensor is an unchanged output of a part, or an unchanged input before any value was read."""
         if not isinstance(value, torch.Tensor) or id(value) not in self._same or version:
             return False
         return not read or self._same[id(value)][1] not in self._inputs
@@ -211,7 +211,7 @@ class ReplayWriter:
                 is_block=id(call.module) in self._block_ids,
                 has_effect=True,
                 context=call.context,
-                keeps=not has_parameters(call.module),  # such modules are only called for their effects
+                changes_module=not has_parameters(call.module),  # such modules are only called for their effects
                 returns_number=has_number(call.output),
             )
         )
@@ -250,7 +250,7 @@ class ReplayWriter:
             else:
                 needed |= sources[leaf]
                 texts.append(None)
-        is_checked = self._runs_ahead and number < len(self._calls)  # computed by the code that runs ahead
+        is_checked = self._runs_ahead and number < len(self._calls)  # by the code that runs ahead
         if None in texts or (read and texts and not is_checked):
             variable = self._write_segment(number, needed)
             for leaf, known in enumerate(texts):

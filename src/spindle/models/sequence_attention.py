@@ -6,9 +6,9 @@ slices of the tokens of all heads for all tokens of a slice of the heads, and ba
     q, k, v  (heads, slice)  ── all-to-all ─▶  (heads / size, tokens)  ── attention ─▶  ── all-to-all ─▶  (heads, slice)
 
 The adjoint of an all-to-all is an all-to-all, so backward exchanges as much. While the layers of a member run,
-`torch.nn.functional.scaled_dot_product_attention` is replaced; attention that is computed otherwise would see the slice
-alone. Masks that hide part of the sequence must be of all tokens. Slices may differ in length: shorter ones are padded
-on their way.
+`torch.nn.functional.scaled_dot_product_attention` is replaced; attention that is computed otherwise would only see the
+slice. A mask that hides part of the sequence must cover all tokens. Slices may differ in length; shorter ones are
+padded for the exchange.
 """
 
 from __future__ import annotations
@@ -188,8 +188,8 @@ def _exchanged(group: SequenceGroup, parts: Sequence[torch.Tensor]) -> list[torc
 def _mask_of_heads(
     group: SequenceGroup, bounds: Sequence[int], mask: torch.Tensor, num_heads: int
 ) -> torch.Tensor | None:
-    """The part of a mask for this member's heads. A mask of the member's own tokens must hide nothing: what it would
-    say of the other tokens is not known."""
+    """The part of a mask for this member's heads. A mask of the member's own tokens must not hide any, because nothing
+    is known about the other tokens."""
     first, last, whole = bounds[group.group_rank], bounds[group.group_rank + 1], bounds[-1]
     sizes = set(mask.shape[-2:]) - {1}
     if sizes <= {whole}:

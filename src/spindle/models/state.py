@@ -1,8 +1,8 @@
 """Snapshots of modules, so that a forward can be tried without leaving traces.
 
-A snapshot covers what hangs on the modules themselves: their attributes (a cache filled in the first forward, a
-counter, a list that grows), their hooks and the values of their buffers; and attributes of plain objects that these
-refer to, with lists, dicts and sets among them. It does not cover what changes deeper inside.
+A snapshot covers the state of the modules themselves: their attributes (a cache filled in the first forward, a counter,
+a list that grows), their hooks and the values of their buffers. It also covers the attributes of plain objects that
+these refer to, including lists, dicts and sets, but nothing deeper.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ _COPIED = ("_buffers", "_forward_hooks", "_forward_pre_hooks")  # dicts that mod
 _CONTAINERS = (list, dict, set, deque)
 _NUMBERS = (int, float, str, bytes)  # equal ones may be other objects
 _OF_TORCH = frozenset(vars(nn.Module()))
-_MOST_ITEMS = 1000  # of a list, dict or set in a plain object that is looked at: a dataset is none of a forward's state
-_DEPTH = 3  # of plain objects that refer to each other
+_MAX_ITEMS = 1000  # larger lists, dicts and sets in plain objects are not compared: a dataset is not state of a forward
+_DEPTH = 3  # how far references from plain object to plain object are followed
 
 
 class ModuleStates:
@@ -33,14 +33,15 @@ class ModuleStates:
         self._containers = [_containers(module, seen) for module in self._modules]
         self._versions = [_versions(module) for module in self._modules]
 
-    def changed_modules(self, *, but_for_tensors: bool = False) -> list[nn.Module]:
-        """Modules whose attributes, hooks or buffers are other objects now, or have changed in place. `but_for_tensors`
-        leaves out attributes that are tensors now, and no buffers: most are left for generation (`rope_deltas`)."""
+    def changed_modules(self, *, ignore_tensors: bool = False) -> list[nn.Module]:
+        """Modules whose attributes, hooks or buffers are other objects now, or have changed in place. With
+        `ignore_tensors`, attributes that are tensors now do not count, but buffers do: most such attributes are for
+        generation (`rope_deltas`)."""
         before = zip(self._modules, self._states, self._containers, self._versions, strict=True)
         return [
             module
             for module, state, containers, versions in before
-            if not _is_same_state(state, _state(module), but_for_tensors)
+            if not _is_same_state(state, _state(module), ignore_tensors)
             or versions != _versions(module)
             or any(not _has_same_items(container, items) for container, items in containers)
         ]
@@ -83,8 +84,8 @@ def _state(module: nn.Module) -> dict[str, Any]:
     return {**module.__dict__, **{name: dict(module.__dict__[name]) for name in _COPIED}}
 
 
-def _is_same_state(before: dict[str, Any], now: dict[str, Any], but_for_tensors: bool) -> bool:
-    if but_for_tensors:
+def _is_same_state(before: dict[str, Any], now: dict[str, Any], ignore_tensors: bool) -> bool:
+    if ignore_tensors:
         left_out = {name for name, value in now.items() if isinstance(value, torch.Tensor)}
         before, now = ({name: each[name] for name in each.keys() - left_out} for each in (before, now))
     return (
@@ -98,8 +99,8 @@ def _is_same_state(before: dict[str, Any], now: dict[str, Any], but_for_tensors:
 
 
 def _containers(module: nn.Module, seen: set[int]) -> list[tuple[Any, Any]]:
-    """Lists, dicts and sets that a module refers to, and the attributes of plain objects, each with a copy; but for
-    objects in `seen`."""
+    """Lists, dicts and sets that a module refers to, and the attributes of plain objects, each with a copy. Objects in
+    `seen` are skipped."""
     attributes = [value for name, value in module.__dict__.items() if name not in _OF_TORCH]
     containers = [(value, value.copy()) for value in attributes if type(value) in _CONTAINERS]
     for _ in range(_DEPTH):
@@ -109,7 +110,7 @@ def _containers(module: nn.Module, seen: set[int]) -> list[tuple[Any, Any]]:
                 seen.add(id(value))
                 containers.append((value.__dict__, dict(value.__dict__)))
                 inside += value.__dict__.values()
-        small = [value for value in inside if type(value) in _CONTAINERS and len(value) <= _MOST_ITEMS]
+        small = [value for value in inside if type(value) in _CONTAINERS and len(value) <= _MAX_ITEMS]
         containers += [(value, value.copy()) for value in small]
         attributes = inside
     return containers

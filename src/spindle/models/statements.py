@@ -6,9 +6,11 @@ statements so far, their variables, and the namespace in which their text will r
 
 from __future__ import annotations
 
+import os
 import traceback
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -21,6 +23,7 @@ from spindle.errors import GuardError
 Context = tuple[Any, ...]  # whether gradients are enabled, and the state of autocast for each device type
 Attribute = tuple[nn.Module, str]  # a tensor of a module, by owner and attribute name
 
+_LIBRARIES = tuple(f"{folder}{os.sep}" for folder in (Path(torch.__file__).parent, Path(__file__).parents[1]))
 
 INNER_TENSOR = (
     "it uses a tensor that one of its blocks made and did not return, or that an earlier call left behind; where its "
@@ -51,8 +54,9 @@ class Statement:
     writes: tuple[str, ...] = ()
     has_effect: bool = False
     context: Context = ()
-    draws: bool = False  # random numbers, inside a module without parameters
-    keeps: bool = False  # whether such a module is another one after the call
+    # Side effects of a module without parameters; see `effects`.
+    draws_random_numbers: bool = False
+    changes_module: bool = False
     returns_number: bool = False  # a tensor without dimensions among what a module returns: a loss
 
 
@@ -175,7 +179,8 @@ def failure_reason(error: BaseException) -> str:
 
 
 def _is_library(file: str) -> bool:
-    return "/torch/" in file or "/spindle/" in file
+    """Whether a file belongs to torch or Spindle; a script in a folder of such a name does not."""
+    return file.startswith(_LIBRARIES)
 
 
 def guard_error(module: nn.Module, text: str) -> GuardError:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import enum
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -213,6 +213,14 @@ class SymbolicValues:
                 and size.node.expr.is_symbol
             ):
                 self._code.add_size(str(size.node.expr), f"{name}.shape[{axis}]", name)
+
+    def forget_producers(self, written: Iterable[torch.Tensor]) -> None:
+        """Forget how tensors were computed that are written to, and views of the same memory: `constant_value` runs
+        producers again, and would miss the write."""
+        storages = {tensor.untyped_storage()._cdata for tensor in written}
+        for info in self.tensors.values() if storages else ():
+            if self.storages.get(info.text) in storages:
+                info.producer = None
 
     # Values as Python source text.
 

@@ -17,8 +17,7 @@ from spindle.models.intercept import intercepted_calls
 def zero_output(module: nn.Module, args: Any, kwargs: Any) -> Any:
     """The output of a module as zeros.
 
-    Its parts are not computed: it runs on fake tensors, or, if it reads values, its own code runs around parts that
-    return zeros.
+    It runs on fake tensors. If it reads values, its own code runs for real, and its parts return zeros.
     """
     mode = fake_mode()
     device = device_of((args, kwargs))

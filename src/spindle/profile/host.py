@@ -12,7 +12,7 @@ class HostOverhead:
     """Seconds of host time for each kind of launch, independent of how long the GPU takes.
 
     A host launches in program order. It waits for a message before it launches the pass that needs it, and runs at most
-    `ahead` passes ahead of its GPU (`run.step.Pace`, for ranks that share a GPU).
+    `ahead` passes ahead of its GPU (`run.step.LaunchThrottle`, for ranks that share a GPU).
     """
 
     step_s: float  # before the first pass of a step

@@ -13,9 +13,9 @@ from spindle.run.items import (
     Lengths,
     SequenceCode,
     SliceRule,
-    chosen_items,
     cut_items,
     cut_slice,
+    items_to_measure,
     join_items,
     meta_of_items,
     slice_rows,
@@ -45,18 +45,18 @@ from spindle.run.rank_program import held_parameters, rank_program_of
 from spindle.run.resharding import TensorSpec, box_view, reshard, send_tensors, slice_of
 from spindle.run.shape_inference import Cuts, ShapeInference
 from spindle.run.shards import Shards
-from spindle.run.staging import Copied, Staging
-from spindle.run.step import MAX_AHEAD, HeldBytes, HostCopy, MicroStep, Pace, ReadBytes, Watch
+from spindle.run.staging import StagedBytes, Staging
+from spindle.run.step import MAX_AHEAD, HeldBytes, HostCopy, LaunchThrottle, MicroStep, ReadBytes, StepTimer
 from spindle.run.weights import Weights
 from spindle.run.world import (
-    Gathering,
     Message,
+    PendingGather,
     World,
     compute_stream,
-    copied_to,
     join_world,
     on_compute_stream,
     peers,
+    to_device,
     wait,
 )
 
@@ -64,15 +64,14 @@ __all__ = [
     "MAX_AHEAD",
     "Axes",
     "Budget",
-    "Copied",
     "CountedRows",
     "Cuts",
     "Executor",
-    "Gathering",
     "HeldBytes",
     "HostCopy",
     "ItemCode",
     "ItemRows",
+    "LaunchThrottle",
     "LayerCode",
     "LayersCode",
     "Lengths",
@@ -80,17 +79,18 @@ __all__ = [
     "Message",
     "MicroStep",
     "OpCode",
-    "Pace",
+    "PendingGather",
     "PytreeMeta",
     "ReadBytes",
     "SequenceCode",
     "ShapeInference",
     "Shards",
     "SliceRule",
+    "StagedBytes",
     "Staging",
+    "StepTimer",
     "TensorMeta",
     "TensorSpec",
-    "Watch",
     "WeightPart",
     "Weights",
     "World",
@@ -99,10 +99,8 @@ __all__ = [
     "box_view",
     "capture_input_part",
     "capturing",
-    "chosen_items",
     "compute_stream",
     "copied",
-    "copied_to",
     "cut",
     "cut_items",
     "cut_leaf",
@@ -111,6 +109,7 @@ __all__ = [
     "fingerprint_of",
     "has_uneven_rows",
     "held_parameters",
+    "items_to_measure",
     "join_items",
     "join_world",
     "limit_gpu_memory",
@@ -133,5 +132,6 @@ __all__ = [
     "sm_groups",
     "takes_gradient",
     "timeline_of",
+    "to_device",
     "wait",
 ]

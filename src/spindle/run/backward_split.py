@@ -1,9 +1,9 @@
-"""A backward pass split in two: the gradients of inputs, which other slots wait for, and those of weights, later
-(zero-bubble pipelines: B and W).
+"""A backward pass split in two: first the gradients of inputs, which other slots wait for, later those of weights (B
+and W of zero-bubble pipelines).
 
 The first part runs the nodes of the autograd graph that lead to an input. Some of them, the forks, lead to weights as
-well (the product of an activation and a weight). The gradients that reach a fork are recorded, and the second part
-continues from there, so that of all nodes only the forks run twice, each time for other inputs.
+well (the product of an activation and a weight). The gradients of a fork's outputs are recorded, and the second part
+continues from there. So only the forks run twice, the second time for the weights.
 
 `torch.distributed.pipelining` splits similarly, but runs the nodes between two uses of one weight twice, counts a
 weight twice if it joins two parameter groups, and does not support views as stage outputs.
@@ -26,26 +26,26 @@ Gradient = torch.Tensor | None
 
 @dataclass(slots=True)
 class _Fork:
-    """A node that leads to inputs and to weights, its edges to weights, and the gradients that reached it."""
+    """A node that leads to inputs and to weights, its edges to weights, and the gradients of its outputs."""
 
     node: Node
     edges: list[GradientEdge]
-    reached: tuple[Gradient, ...] = ()
+    grad_outputs: tuple[Gradient, ...] = ()
 
     def record(self, gradients: tuple[Gradient, ...]) -> None:
-        self.reached = gradients
+        self.grad_outputs = gradients
 
-    def run(self, *, keeps: bool) -> list[tuple[GradientEdge, torch.Tensor]]:
-        """Compute the gradients at its edges to weights. With `keeps`, keep what they are computed from."""
-        reached = [
+    def run(self, *, retain_graph: bool) -> list[tuple[GradientEdge, torch.Tensor]]:
+        """Compute the gradients at its edges to weights."""
+        grad_outputs = [
             (GradientEdge(self.node, output), gradient)
-            for output, gradient in enumerate(self.reached)
+            for output, gradient in enumerate(self.grad_outputs)
             if gradient is not None
         ]
-        if not reached:
+        if not grad_outputs:
             return []
-        ends, gradients = zip(*reached, strict=True)
-        computed = torch.autograd.grad(ends, self.edges, gradients, allow_unused=True, retain_graph=keeps)
+        outputs, gradients = zip(*grad_outputs, strict=True)
+        computed = torch.autograd.grad(outputs, self.edges, gradients, allow_unused=True, retain_graph=retain_graph)
         return [(edge, gradient) for edge, gradient in zip(self.edges, computed, strict=True) if gradient is not None]
 
 
@@ -61,14 +61,14 @@ class WeightPart:
         """Accumulate the gradients of weights, and free what they are computed from."""
         pending, self.roots = self.roots, []
         while self.forks:
-            pending += self.forks.pop().run(keeps=False)
+            pending += self.forks.pop().run(retain_graph=False)
         if pending:
             edges, gradients = zip(*pending, strict=True)
             torch.autograd.backward(edges, gradients)
 
     def gradients(self, weights: Sequence[torch.Tensor]) -> list[Gradient]:
         """The gradients of these weights, without accumulating or freeing anything."""
-        pending = [*self.roots, *(root for fork in self.forks for root in fork.run(keeps=True))]
+        pending = [*self.roots, *(root for fork in self.forks for root in fork.run(retain_graph=True))]
         if not pending or not weights:
             return [None] * len(weights)
         edges, gradients = zip(*pending, strict=True)
@@ -77,8 +77,8 @@ class WeightPart:
     @property
     def sources(self) -> list[torch.Tensor]:
         """The gradients from which the gradients of weights are computed."""
-        reached = [gradient for fork in self.forks for gradient in fork.reached if gradient is not None]
-        return [*reached, *(gradient for _, gradient in self.roots)]
+        grad_outputs = [gradient for fork in self.forks for gradient in fork.grad_outputs if gradient is not None]
+        return [*grad_outputs, *(gradient for _, gradient in self.roots)]
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,38 +86,39 @@ class _Split:
     """What the first part of a backward pass computes, and where the second part begins."""
 
     first_edges: list[tuple[GradientEdge, torch.Tensor]]  # the edges where the first part begins
-    tangled: list[torch.Tensor]  # weights whose gradients the first part computes, too
+    early_weights: list[torch.Tensor]  # weights whose gradients the first part computes, too
     forks: list[_Fork]
     roots: list[tuple[GradientEdge, torch.Tensor]]
 
 
 def run_input_part(outputs: Sequence[Any], gradients: Sequence[Gradient], inputs: Iterable[torch.Tensor]) -> WeightPart:
-    """Run the first part, which leaves gradients in `inputs`, all of them leaves of the graph. Returns the second
-    part."""
+    """Compute the gradients of `inputs`, which are leaves of the graph, into their `grad`. Returns the second part."""
     wanted = list(inputs)
     split = _split(outputs, gradients, wanted)
     if split.first_edges:
         with _recording(split.forks):
-            ends, values = zip(*split.first_edges, strict=True)
-            keeps = bool(split.forks or split.roots)
-            torch.autograd.backward(ends, values, retain_graph=keeps, inputs=wanted + split.tangled)
+            edges, values = zip(*split.first_edges, strict=True)
+            retain_graph = bool(split.forks or split.roots)
+            torch.autograd.backward(edges, values, retain_graph=retain_graph, inputs=wanted + split.early_weights)
     return WeightPart(split.forks, split.roots)
 
 
 def capture_input_part(
     outputs: Sequence[Any], gradients: Sequence[Gradient], inputs: Iterable[torch.Tensor]
 ) -> WeightPart:
-    """`run_input_part` for a CUDA graph: gradients of weights are not accumulated, because the lane of the second part
-    writes all of them, and nothing is freed that the second part reads."""
+    """`run_input_part` for a CUDA graph. It accumulates no gradients of weights, because the lane of the second part
+    writes them, and frees nothing that the second part reads."""
     wanted = list(inputs)
     split = _split(outputs, gradients, wanted)
     if split.first_edges:
         with _recording(split.forks):
-            ends, values = zip(*split.first_edges, strict=True)
-            computed = torch.autograd.grad(ends, wanted + split.tangled, values, retain_graph=True, allow_unused=True)
+            edges, values = zip(*split.first_edges, strict=True)
+            computed = torch.autograd.grad(
+                edges, wanted + split.early_weights, values, retain_graph=True, allow_unused=True
+            )
         for leaf, gradient in zip(wanted, computed, strict=False):
             leaf.grad = gradient
-        early = zip(split.tangled, computed[len(wanted) :], strict=True)
+        early = zip(split.early_weights, computed[len(wanted) :], strict=True)
         split.roots.extend((get_gradient_edge(weight), gradient) for weight, gradient in early if gradient is not None)
     return WeightPart(split.forks, split.roots)
 
@@ -148,23 +149,23 @@ def _split(outputs: Sequence[Any], gradients: Sequence[Gradient], inputs: Iterab
             forks.append(_Fork(node, edges))
     roots = [(edge, gradient) for edge, gradient in pairs if not to_inputs[edge.node]]
     first_edges = [(edge, gradient) for edge, gradient in pairs if to_inputs[edge.node]]
-    tangled = _weights_of_several_forks(forks, [edge for edge, _ in roots])
-    if tangled:
-        first_edges += [(edge, gradient) for edge, gradient in roots if not _leaves([edge]).isdisjoint(tangled)]
-        roots = [(edge, gradient) for edge, gradient in roots if _leaves([edge]).isdisjoint(tangled)]
-        forks = [fork for fork in forks if _leaves(fork.edges).isdisjoint(tangled)]
-    weights = [node.variable for node in tangled]  # type: ignore[attr-defined]
+    early_weights = _weights_of_several_forks(forks, [edge for edge, _ in roots])
+    if early_weights:
+        first_edges += [(edge, gradient) for edge, gradient in roots if not _leaves([edge]).isdisjoint(early_weights)]
+        roots = [(edge, gradient) for edge, gradient in roots if _leaves([edge]).isdisjoint(early_weights)]
+        forks = [fork for fork in forks if _leaves(fork.edges).isdisjoint(early_weights)]
+    weights = [node.variable for node in early_weights]  # type: ignore[attr-defined]
     return _Split(first_edges, weights, forks, roots)
 
 
-def _leads_to(roots: Iterable[Node], ends: set[Node]) -> dict[Node, bool]:
-    """All nodes below the roots, by depth-first search, and whether each of them leads to one of `ends`."""
+def _leads_to(roots: Iterable[Node], targets: set[Node]) -> dict[Node, bool]:
+    """All nodes below the roots, by depth-first search, and whether each of them leads to one of `targets`."""
     leads: dict[Node, bool] = {}
     stack: list[tuple[Node, bool]] = [(root, False) for root in roots]
     while stack:
         node, are_children_done = stack.pop()
         if are_children_done:
-            leads[node] = node in ends or any(leads[below] for below, _ in node.next_functions if below is not None)
+            leads[node] = node in targets or any(leads[below] for below, _ in node.next_functions if below is not None)
         elif node not in leads:
             leads[node] = False  # revisited when its children are done
             stack.append((node, True))
@@ -181,23 +182,23 @@ def _weights_of_several_forks(forks: Sequence[_Fork], roots: Sequence[GradientEd
     """Weights whose gradients cannot be computed fork by fork, because nodes below one fork are also reached from
     another (a weight that two products use directly).
 
-    The first part computes them, and those of all weights that share a fork with them: the closure below.
+    The first part computes them, and those of all weights that share a fork with them, directly or through others.
     """
     below = [set(_leads_to((edge.node for edge in fork.edges), set())) for fork in forks]
     counts: dict[Node, int] = {}
     for nodes in below:
         for node in nodes:
             counts[node] = counts.get(node, 0) + 1
-    tangled: set[Node] = set()
+    early_weights: set[Node] = set()
     for fork, nodes in zip(forks, below, strict=True):
         if any(counts[edge.node] > 1 for edge in fork.edges):
-            tangled |= {node for node in nodes if not node.next_functions}
+            early_weights |= {node for node in nodes if not node.next_functions}
     sharing = [{node for node in nodes if not node.next_functions} for nodes in below] + [
         _leaves([root]) for root in roots
     ]
-    while tangled:
-        more = set[Node]().union(*(leaves for leaves in sharing if not leaves.isdisjoint(tangled)))
-        if more <= tangled:
+    while early_weights:
+        more = set[Node]().union(*(leaves for leaves in sharing if not leaves.isdisjoint(early_weights)))
+        if more <= early_weights:
             break
-        tangled |= more
-    return tangled
+        early_weights |= more
+    return early_weights

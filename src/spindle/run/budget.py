@@ -1,4 +1,4 @@
-"""A memory limit on tensors where no allocator can be asked: counts bytes as tensors are created and freed.
+"""A memory limit on tensors for devices whose allocator has none: counts bytes as tensors are created and freed.
 
 Every operation is intercepted, so this is for tests, not for speed. Workspaces inside kernels are not counted.
 """

@@ -19,7 +19,7 @@ from spindle.run.pytrees import leaves_of, takes_gradient
 from spindle.run.rank_program import RankSlot
 from spindle.run.step import Piece
 
-Trees = dict[str, Any]
+InputsByCall = dict[str, Any]  # a slot's inputs by the calls that produce them
 _ROUNDING = 0.05  # the largest rounding error relative to a tensor's norm, in bfloat16
 
 
@@ -45,9 +45,9 @@ class CapturedSlot:
     """A captured slot. Backward graphs are by the first layer of their chunk."""
 
     forward: torch.cuda.CUDAGraph | None  # None: it is part of the step's graph
-    compute: Callable[[Trees], SlotOutput] | None  # runs it again; kept until its backward passes are captured
-    trees: Trees
-    output: SlotOutput  # keeps its autograd graph until then
+    compute: Callable[[InputsByCall], SlotOutput] | None  # runs forward again; until its backward is captured
+    inputs: InputsByCall
+    output: SlotOutput  # with its autograd graph until then
     generators: dict[int, torch.Generator]  # by layer that draws random numbers
     backward: dict[int, CapturedBackward] = field(default_factory=dict)
     # Weight gradients with graphs of their own.
@@ -78,15 +78,15 @@ def failure_of(error: Exception) -> Failure:
     return Failure((str(cause).splitlines() or [type(cause).__name__])[0], is_out_of_memory)
 
 
-def copy_gradients(slot: RankSlot, known: CapturedBackward, gradients: Sequence[torch.Tensor | None]) -> None:
+def copy_gradients(slot: RankSlot, backward: CapturedBackward, gradients: Sequence[torch.Tensor | None]) -> None:
     """Copy the gradients of a slot's outputs to where its backward reads them."""
-    for place, gradient in zip(known.gradients, gradients, strict=True):
-        if (place is None) != (gradient is None):
+    for target, gradient in zip(backward.gradients, gradients, strict=True):
+        if (target is None) != (gradient is None):
             raise TrainingError(
                 f"{slot.name} got gradients for other outputs than when it was captured in a CUDA graph; "
                 "train with spindle.Trainer(cuda_graphs=False)"
             )
-        copy_into(place, gradient)
+        copy_into(target, gradient)
 
 
 def draws_same_numbers(slot: RankSlot, output: SlotOutput, compute: Callable[[], SlotOutput]) -> bool:
@@ -114,13 +114,13 @@ def buffers_restored(slot: RankSlot) -> Iterator[None]:
             buffer.data.copy_(value)  # without a version bump
 
 
-def copy_into(place: Any, value: Any) -> Any:
+def copy_into(target: Any, value: Any) -> Any:
     """Copy values into the tensors of a pytree, unless they are there already."""
     with torch.no_grad():
-        for old, new in zip(tree_leaves(place), tree_leaves(value), strict=True):
+        for old, new in zip(tree_leaves(target), tree_leaves(value), strict=True):
             if isinstance(old, torch.Tensor) and old.data_ptr() != new.data_ptr():
                 old.detach().copy_(new, non_blocking=True)
-    return place
+    return target
 
 
 def writable(leaf: Any) -> Any:
@@ -158,7 +158,7 @@ def detached_leaf(leaf: Any) -> Any:
 
 
 def host_generators() -> tuple[Any, ...]:
-    """The states of the generators on the host, which a replay would not advance."""
+    """The states of the random generators on the host, which a replay would not advance."""
     return bytes(torch.get_rng_state().numpy()), host_random_state()
 
 

@@ -1,5 +1,4 @@
-"""A CUDA graph made of others, which are captured one by one: each is a child graph that starts when those that it
-needs are done.
+"""A CUDA graph made of child graphs, which are captured one by one. A child starts when those that it needs are done.
 
 Autograd launches each node of backward on the stream of its forward. In one capture of several streams, weight
 gradients would therefore stay on the lane of their slot. A child graph can be a branch of any lane.

@@ -19,14 +19,14 @@ from spindle.run.captured_slot import Chunk, SlotOutput
 from spindle.run.graph_cache import GraphCache
 from spindle.run.item_share import ItemShare
 from spindle.run.items import cut_items, join_items
-from spindle.run.lanes import on_own_lane
+from spindle.run.lanes import on_slot_lane
 from spindle.run.losses import loss_part
 from spindle.run.op_code import LayerCode, LayersCode, LossCode
 from spindle.run.pytrees import Axes, TensorMeta, as_leaves, copied, cut, cut_leaf, joined, leaves_of, takes_gradient
 from spindle.run.rank_program import LinkEnd, RankProgram, RankSlot
 from spindle.run.recompute_offload import HostOffload, Run, checkpointed, copy_buffers, with_buffers
 from spindle.run.sequence_parallel import SequenceParallelGroup
-from spindle.run.step import Piece, Step, Watch
+from spindle.run.step import Piece, Step, StepTimer
 from spindle.run.syncs import Syncs
 from spindle.run.tensor_parallel import TensorParallelGroup
 from spindle.run.transfers import Transfers, cut_consumed
@@ -52,22 +52,22 @@ class Compute:
         self._batch_axes, self._base_seed, self._autocast = batch_axes, seed, autocast
         self._graph_cache, self.offload = graph_cache, offload
 
-    def forward(self, step: Step, slot: RankSlot, watch: Watch, position: int) -> None:
-        given = {link.number: self._input(step, link, watch) for link in slot.inputs} if slot.rows else {}
-        trees = _by_source(step, slot, given)
-        watch.start[position] = watch.now()
+    def forward(self, step: Step, slot: RankSlot, timer: StepTimer, position: int) -> None:
+        link_inputs = {link.number: self._input(step, link, timer) for link in slot.inputs} if slot.rows else {}
+        inputs_by_call = _inputs_by_call(step, slot, link_inputs)
+        timer.start[position] = timer.now()
         if slot.rows == 0 and not isinstance(slot.code, LossCode):
             return
         if step.graphs is not None and step.graphs.has(slot):
             for first, _ in slot.chunks:
-                self._syncs.wait_for_parameters(slot.number, first, watch)
-            trees, output = step.graphs.forward(
-                slot, trees, lambda inputs: self._compute(step, slot, inputs, watch), self._seeds(step, slot)
+                self._syncs.wait_for_parameters(slot.number, first, timer)
+            inputs_by_call, output = step.graphs.forward(
+                slot, inputs_by_call, lambda inputs: self._compute(step, slot, inputs, timer), self._seeds(step, slot)
             )
         else:
-            output = self._compute(step, slot, trees, watch)
+            output = self._compute(step, slot, inputs_by_call, timer)
         for link in slot.inputs if slot.rows else ():
-            leaves = leaves_of(given[link.number] if link.items else trees[link.source])
+            leaves = leaves_of(link_inputs[link.number] if link.items else inputs_by_call[link.source])
             step.inputs[link.number] = [leaf if takes_gradient(leaf) else None for leaf in leaves]
         step.pieces[slot.number] = output.pieces
         if isinstance(slot.code, LossCode):
@@ -75,12 +75,12 @@ class Compute:
         else:
             step.outputs[slot.number] = output.outputs
 
-    def _compute(self, step: Step, slot: RankSlot, trees: dict[str, Any], watch: Watch) -> SlotOutput:
+    def _compute(self, step: Step, slot: RankSlot, inputs_by_call: dict[str, Any], timer: StepTimer) -> SlotOutput:
         """Run a slot's forward pass on its inputs."""
-        with self._casting():
-            return self._compute_eagerly(step, slot, trees, watch)
+        with self._autocast_context():
+            return self._compute_eagerly(step, slot, inputs_by_call, timer)
 
-    def _casting(self) -> Any:
+    def _autocast_context(self) -> Any:
         if self._autocast is None:
             return nullcontext()
         # a graph must not use weights that were cast before it was captured
@@ -88,41 +88,45 @@ class Compute:
             self._world.device.type, dtype=self._autocast, cache_enabled=not self._graph_cache.is_enabled
         )
 
-    def _compute_eagerly(self, step: Step, slot: RankSlot, trees: dict[str, Any], watch: Watch) -> SlotOutput:
+    def _compute_eagerly(
+        self, step: Step, slot: RankSlot, inputs_by_call: dict[str, Any], timer: StepTimer
+    ) -> SlotOutput:
         if isinstance(slot.code, LayersCode):
-            return self._run_layers(step, slot, slot.code, trees, watch)
+            return self._run_layers(step, slot, slot.code, inputs_by_call, timer)
         if slot.code.is_random:
             self._seed(step, slot, slot.first_layer)
         batch = _batch(step, slot, self._batch_axes[slot.task]) if slot.rows else None
         whole = step.batches[slot.task] if step.check_losses and slot.task not in step.held else None
         num_tokens = step.micro_step.token_counts.get(slot.task)
-        loss, metrics = loss_part(slot.code, slot, batch, trees, self._world, check_with=whole, num_tokens=num_tokens)
+        loss, metrics = loss_part(
+            slot.code, slot, batch, inputs_by_call, self._world, check_with=whole, num_tokens=num_tokens
+        )
         return SlotOutput([Piece(inputs=(), outputs=loss)], (loss, metrics))
 
     def _run_layers(
-        self, step: Step, slot: RankSlot, code: LayersCode, trees: dict[str, Any], watch: Watch
+        self, step: Step, slot: RankSlot, code: LayersCode, inputs_by_call: dict[str, Any], timer: StepTimer
     ) -> SlotOutput:
         # Each chunk of layers, which has a backward instruction of its own, is detached from the autograd graph before
         # it: its inputs are new leaves. The backward of a chunk ends at these leaves. Their `grad` is where the
         # backward of the previous chunk starts, so the gradients of this chunk can be reduced while that one runs.
         pieces = []
         values: Any = None
-        members = TensorParallelGroup(self._world, slot.group) if len(slot.group) > 1 else None
+        tensor_group = TensorParallelGroup(self._world, slot.group) if len(slot.group) > 1 else None
         share = self._item_share(step, slot)
         for chunk, (first, last) in enumerate(slot.chunks):
-            self._syncs.wait_for_parameters(slot.number, first, watch)
+            self._syncs.wait_for_parameters(slot.number, first, timer)
             inputs: Any = ()
             if values is not None:
                 inputs = values = as_leaves(values)
             elif not (slot.begins_call and code.arguments is not None):
-                (values,) = trees.values()
+                (values,) = inputs_by_call.values()
             is_open = False  # whether layers have run since the last piece
             for number, layer in enumerate(code.layers[first:last], start=first):
                 if layer.is_random:
                     self._seed(step, slot, slot.first_layer + number)
                 run, args = layer.run, values
-                if members is not None and layer.styled:
-                    run = with_styles(run, layer.styled, members)
+                if tensor_group is not None and layer.styled:
+                    run = with_styles(run, layer.styled, tensor_group)
                 elif share is not None:
                     run = share.of_layer(run, slot.first_layer + number)
                 elif layer.compiled is not None and not slot.is_split:
@@ -133,12 +137,12 @@ class Compute:
                     # the glue code that computes a call's arguments belongs to its first layer
                     run = _with_glue_code(code.arguments, run, share)
                     batch = _batch(step, slot, self._batch_axes[slot.task])
-                    args = (batch, *(trees[source][0] for source in code.sources))
+                    args = (batch, *(inputs_by_call[source][0] for source in code.sources))
                 is_recomputed = number - slot.first < slot.recomputed
                 # An in-place layer must not change values that are needed later: the inputs of a recomputation, or
                 # leaves of the autograd graph, where autograd forbids it.
                 if layer.writes_input and (is_recomputed or not is_open):
-                    run = _on_copies(run)
+                    run = _with_copied_inputs(run)
                 if is_recomputed and slot.is_split:
                     # a piece of its own, so that one recomputation serves both parts of a split backward
                     piece = Piece(inputs, None, self._rerun(step, slot, number, layer, run, args), chunk)
@@ -165,7 +169,7 @@ class Compute:
         def rerun() -> Any:
             if layer.is_random:
                 self._seed(step, slot, slot.first_layer + number)
-            with self._casting(), with_buffers(layer, before):
+            with self._autocast_context(), with_buffers(layer, before):
                 return run(*args)
 
         return rerun
@@ -173,7 +177,7 @@ class Compute:
     def _seed(self, step: Step, slot: RankSlot, layer: int) -> None:
         """Seed a random layer, so that it draws the same numbers whenever the same rows of the same step pass through
         it."""
-        if step.graphs is None or not step.graphs.draw_from(layer):
+        if step.graphs is None or not step.graphs.use_generator_of(layer):
             torch.manual_seed(self._seed_at(step, slot, layer))
 
     def _seed_at(self, step: Step, slot: RankSlot, layer: int) -> int:
@@ -190,14 +194,14 @@ class Compute:
                 layers = [slot.first_layer + number for number in span if all_layers[number].is_random]
         return {layer: self._seed_at(step, slot, layer) for layer in layers}
 
-    def _input(self, step: Step, link: LinkEnd, watch: Watch) -> Any:
+    def _input(self, step: Step, link: LinkEnd, timer: StepTimer) -> Any:
         """A slot's input over one link: local and received rows, concatenated, as leaves of a new autograd graph."""
         # Detached, as everywhere between slots: every slot has its own autograd graph, because the backward of its
         # consumers may run on other ranks.
         if link.is_whole:
             return as_leaves(step.outputs[link.producer])
         slot = self._rank_program.slots[link.consumer]
-        arrivals = self._transfers.arrived(step, link, False, watch)
+        arrivals = self._transfers.arrived(step, link, False, timer)
         if link.local is None:
             meta = self._transfers.meta_of(step, link)
             local: list[Any] = [None] * len(meta.leaves)
@@ -237,18 +241,18 @@ class Compute:
             leaves.append(whole.detach().requires_grad_(leaf.requires_grad))
         return tree_unflatten(leaves, spec)
 
-    def backward(self, step: Step, slot: RankSlot, instruction: Backward, watch: Watch, position: int) -> None:
+    def backward(self, step: Step, slot: RankSlot, instruction: Backward, timer: StepTimer, position: int) -> None:
         """Run a chunk of a slot's backward: all of it, or only input or weight gradients."""
         first, last = instruction.first, instruction.last
         number = slot.chunks.index((first, last))
         if slot.rows == 0 and not isinstance(slot.code, LossCode):
-            watch.start[position] = watch.now()
+            timer.start[position] = timer.now()
             return
         if not instruction.makes_inputs:
-            watch.start[position] = watch.now()
+            timer.start[position] = timer.now()
             self._run_weight_parts(step, slot, number)
             return
-        # The gradients that it starts from: of the loss, of the slot's outputs, or of the inputs of the previous chunk.
+        # Backward starts from the gradient of the loss, of the slot's outputs, or of the inputs of the chunk after it.
         is_last = number == len(slot.chunks) - 1
         pieces = step.pieces[slot.number]
         gradients: list[torch.Tensor | None]
@@ -256,7 +260,7 @@ class Compute:
             gradients = [self._loss_gradient(step, slot)]
         elif is_last:
             outputs = leaves_of(step.outputs[slot.number])
-            gradients = self._output_gradients(step, slot, outputs, watch)
+            gradients = self._output_gradients(step, slot, outputs, timer)
             if slot.sequence_group and any(not link.is_whole for link in slot.outputs):
                 # All members of a group run backward, or none: a member sees whether its consumer has no gradient.
                 gradients = [
@@ -264,8 +268,8 @@ class Compute:
                     for leaf, gradient in zip(outputs, gradients, strict=True)
                 ]
         else:
-            gradients = _gradients_of(leaves_of(pieces[_first_piece(pieces, number + 1)].inputs) if pieces else [])
-        watch.start[position] = watch.now()
+            gradients = _gradients_of(leaves_of(pieces[_first_piece_of(pieces, number + 1)].inputs) if pieces else [])
+        timer.start[position] = timer.now()
         if not instruction.makes_weights:
             if step.graphs is None or not step.graphs.backward_inputs(
                 slot,
@@ -284,12 +288,12 @@ class Compute:
             with self._as_member(step, slot, first, last):
                 _run_backward(leaves_of(pieces[number].outputs), gradients)
         if step.graphs is None and instruction.makes_weights:
-            self._syncs.gradients.keep(_used_by(slot, number))
+            self._syncs.gradients.move_to_buckets(_used_by(slot, number))
         # free activations as soon as they are used; the chunk before this one needs only the gradients of its inputs
         if pieces:
-            place = _first_piece(pieces, number)
-            pieces[place].outputs = None
-            del pieces[place + 1 :]
+            first_piece = _first_piece_of(pieces, number)
+            pieces[first_piece].outputs = None
+            del pieces[first_piece + 1 :]
         if number == 0:
             if slot.number in step.losses and step.graphs is None:
                 step.losses[slot.number] = step.losses[slot.number].detach()
@@ -299,7 +303,7 @@ class Compute:
                     step.inputs.pop(link.number, None)
 
     def loss_factors(self, step: Step) -> dict[int, float]:
-        """The factors by which the gradients of losses are scaled, without the loss scale, by slot."""
+        """By slot: the factor by which the gradient of its loss is scaled, apart from the loss scale."""
         return {
             slot.number: _loss_factor(step, slot.code, slot.task)
             for slot in self._rank_program.slots.values()
@@ -320,16 +324,16 @@ class Compute:
         """Compute the gradients of a chunk's weights."""
         first = slot.chunks[chunk][0]
         deferred: list[WeightPart] | None
-        if step.graphs is not None and step.graphs.has_weights(slot, first):
+        if step.graphs is not None and step.graphs.has_weight_gradients(slot, first):
             deferred = step.graphs.backward_weights(slot, first, _parameters_of(slot, chunk))
         else:
             deferred = step.deferred.pop((slot.number, chunk))
         if deferred is None:
             return
-        with on_own_lane(slot, self._world.device):
+        with on_slot_lane(slot, self._world.device):
             while deferred:
                 deferred.pop().run()
-            self._syncs.gradients.keep(_used_by(slot, chunk))
+            self._syncs.gradients.move_to_buckets(_used_by(slot, chunk))
 
     def _input_parts(
         self,
@@ -339,10 +343,8 @@ class Compute:
         gradients: list[torch.Tensor | None],
         run: Callable[..., WeightPart],
     ) -> list[WeightPart]:
-        """Compute the gradients of a chunk's inputs, piece by piece. Returns the parts that compute the gradients of
-        its weights."""
-        # Last piece first. Deferred parts keep the output gradients of their piece, and run at the weight instruction
-        # of this backward; in a pipeline the rank would otherwise be idle there.
+        """Compute the gradients of a chunk's inputs, last piece first. Returns the parts that compute the gradients of
+        its weights, for the weight instruction of this backward."""
         deferred = []
         pieces = step.pieces[slot.number]
         for number in reversed(range(len(pieces))):
@@ -391,7 +393,7 @@ class Compute:
         )
 
     def _output_gradients(
-        self, step: Step, slot: RankSlot, outputs: list[Any], watch: Watch
+        self, step: Step, slot: RankSlot, outputs: list[Any], timer: StepTimer
     ) -> list[torch.Tensor | None]:
         """The gradient of a slot's output: the sum over its consumers on this and other ranks."""
         # Most slots feed a single slot on the same ranks with the same rows. The gradient of that slot's input then is
@@ -404,7 +406,7 @@ class Compute:
         for link in slot.outputs:
             parts: list[tuple[int, int, bool, list[torch.Tensor | None]]] = [
                 (arrival.flow.first, arrival.flow.last, arrival.flow.with_rowless, arrival.tensors or [])
-                for arrival in self._transfers.arrived(step, link, True, watch)
+                for arrival in self._transfers.arrived(step, link, True, timer)
             ]
             if link.local is not None:
                 consumer = self._rank_program.slots[link.consumer]
@@ -429,26 +431,26 @@ class Compute:
                         owned.add(number)
                     assert total is not None
                     sums[number] = total
-                    place = cut_leaf(total, axis, slot.rows, first - slot.begin, last - slot.begin)
-                    place += gradient
+                    view = cut_leaf(total, axis, slot.rows, first - slot.begin, last - slot.begin)
+                    view += gradient
         return sums
 
 
-def _by_source(step: Step, slot: RankSlot, given: Mapping[int, Any]) -> dict[str, Any]:
+def _inputs_by_call(step: Step, slot: RankSlot, link_inputs: Mapping[int, Any]) -> dict[str, Any]:
     """A slot's inputs by the calls that produce them. Outputs of parts are joined, unless the slot itself is a part."""
-    trees: dict[str, Any] = {}
+    inputs_by_call: dict[str, Any] = {}
     parts: dict[str, list[LinkEnd]] = {}
-    for link in slot.inputs if given else ():
+    for link in slot.inputs if link_inputs else ():
         if link.items and not slot.items:
             parts.setdefault(link.source, []).append(link)
         else:
-            trees[link.source] = given[link.number]
+            inputs_by_call[link.source] = link_inputs[link.number]
     for source, links in parts.items():
         code = links[0].item_code
         assert code is not None
-        outputs = [(link.items, given[link.number]) for link in links]
-        trees[source] = join_items(outputs, code, step.lengths[slot.task], f"{slot.task}/{source}")
-    return trees
+        outputs = [(link.items, link_inputs[link.number]) for link in links]
+        inputs_by_call[source] = join_items(outputs, code, step.lengths[slot.task], f"{slot.task}/{source}")
+    return inputs_by_call
 
 
 def _batch(step: Step, slot: RankSlot, axes: Axes) -> Any:
@@ -471,8 +473,8 @@ def _batch(step: Step, slot: RankSlot, axes: Axes) -> Any:
 
 
 def _loss_factor(step: Step, code: LossCode, task: str) -> float:
-    """A task's weight scales the gradient of its loss instead of the loss, because a CUDA graph computes the loss as it
-    was captured."""
+    """The factor by which the gradient of a loss is scaled. The loss itself is not, because a CUDA graph computes it as
+    it was captured."""
     weight = code.weight(step.number) if callable(code.weight) else code.weight
     return weight * step.micro_step.weights.get(task, 1.0) / step.micro_step.count
 
@@ -497,7 +499,7 @@ def _gradients_of(leaves: list[Any]) -> list[torch.Tensor | None]:
     return [leaf.grad if takes_gradient(leaf) else None for leaf in leaves]
 
 
-def _first_piece(pieces: list[Piece], chunk: int) -> int:
+def _first_piece_of(pieces: list[Piece], chunk: int) -> int:
     """The position of the first piece of a chunk."""
     return next(number for number, piece in enumerate(pieces) if piece.chunk == chunk)
 
@@ -524,5 +526,5 @@ def _with_glue_code(arguments: Run | None, run: Run, share: ItemShare | None) ->
     return glued
 
 
-def _on_copies(run: Run) -> Run:
+def _with_copied_inputs(run: Run) -> Run:
     return lambda *args: run(*copied(args))

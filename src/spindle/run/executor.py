@@ -8,10 +8,9 @@ Transfers are posted as soon as their data exists and waited for when it is need
 backward still runs. Each lane keeps the program's order, so what `verify` has proved holds here. Under NCCL, transfers
 and collectives are launched in one order, the same on all ranks (`program.launch_order`).
 
-Rows of a link are rows of the batch, because both ends of a task's flow have the same batch; a part of an item call
-sends all of its output, or a member of its sequence group all of its slice, and what it feeds joins slices in token
-order and the outputs of all parts in item order (`items`). Slots on several lanes of a GPU run on streams of their own
-(`lanes`).
+A link carries rows of the batch. Parts of an item call are different: a part sends its whole output, and a member of
+its sequence group its whole slice. The receiver joins slices in token order, and parts in item order (`items`). Slots
+on several lanes of a GPU run on streams of their own (`lanes`).
 """
 
 from __future__ import annotations
@@ -48,7 +47,7 @@ from spindle.run.recompute_offload import HostOffload
 from spindle.run.regions import Region
 from spindle.run.sequence_parallel import SEQUENCE
 from spindle.run.shards import Shards
-from spindle.run.step import HostCopy, MicroStep, Pace, ReadBytes, Step, Watch
+from spindle.run.step import HostCopy, LaunchThrottle, MicroStep, ReadBytes, Step, StepTimer
 from spindle.run.step_graph import StepGraph, accumulate
 from spindle.run.syncs import Syncs, Updates
 from spindle.run.tensor_parallel import TENSOR
@@ -64,10 +63,10 @@ class Executor:
     under `autocast` to that dtype. The program of a plan that shards the optimizer needs `shards`, to which parameters
     are attached.
 
-    `gradient_buffers` are what the executor of the program before released: memory for gradients is taken over.
+    `gradient_buffers`, released by the executor of the previous program, are reused.
 
-    A step may leave tasks out. All ranks then skip the instructions of these tasks, which leaves the order of all
-    others as `verify` saw it.
+    A step may leave tasks out. All ranks then skip the instructions of these tasks; the others keep the order that
+    `verify` has checked.
     """
 
     def __init__(
@@ -112,7 +111,7 @@ class Executor:
             has_weight_lanes=any(slot.has_weight_lane for slot in program.plan.slots),
         )
         self.offload = HostOffload(world.device, offload_copies(program, world.rank))
-        self._place_of = {position: place for place, position in enumerate(self._rank_program.compute)}
+        self._compute_index = {position: index for index, position in enumerate(self._rank_program.compute)}
         self._compute = Compute(
             self._rank_program,
             self._transfers,
@@ -156,16 +155,17 @@ class Executor:
         check_losses: bool = False,
         timed: bool = True,
         read_bytes: ReadBytes | None = None,
-    ) -> tuple[HostCopy, Watch]:
-        """Run a step, or one micro-step of it, on whole batches, of which each slot takes its rows.
+    ) -> tuple[HostCopy, StepTimer]:
+        """Run a step, or one micro-step of it. The last micro-step synchronises gradients and runs the optimizer.
 
-        `signatures` are digests of the shapes of all tasks' batches; a task without one is left out. For a batch of
-        which this rank has only some rows, `held` has the rows of each leaf. `cuts` has, by op and number of layers,
-        the shapes that cross that cut; all ranks must give the same ones, or none, in which case senders send the
-        metadata first. `lengths` has the rows of items, by task with parts, and `held_items` the items that are on this
-        rank, if not all are. The last micro-step synchronises gradients and runs the optimizer. Losses are multiplied
-        by `loss_scale` for backward. Returns this rank's parts of the tasks' losses, then of the totals and counts of
-        `metrics`, all of which add up over ranks; and the times of a timed step, with what `read_bytes` reads.
+        `batches` are whole batches, from which each slot takes its rows. `signatures` are digests of their shapes; a
+        task without one is left out. If this rank has only some rows of a batch, `held` says which, by leaf. `cuts`
+        has, by op and number of layers, the shapes that cross that cut. All ranks must give the same ones, or none:
+        then senders send the metadata first. `lengths` has the rows of items, by task with parts, and `held_items` the
+        items on this rank, if not all are. Losses are multiplied by `loss_scale` for backward.
+
+        Returns this rank's parts of the tasks' losses, then of the totals and counts of `metrics`, to be summed over
+        ranks; and the times of a timed step, with what `read_bytes` reads.
         """
         step = Step(
             number=number,
@@ -177,76 +177,77 @@ class Executor:
             lengths=lengths or {},
             held_items=held_items or {},
             loss_scale=loss_scale,
-            new=self._transfers.new(signatures),
+            new_shapes=self._transfers.tasks_with_new_shapes(signatures),
             micro_step=micro_step or MicroStep(tasks=frozenset(signatures)),
-            next_in=[0] * len(self._lanes),
+            next_by_lane=[0] * len(self._lanes),
         )
         # A bucket is reduced once its backward instructions are done. The instructions of tasks that this step leaves
         # out never run, so they count as done from the start.
         for task, chunks in self._chunks_of.items():
             if task not in signatures:
-                step.done_chunks |= chunks
+                step.backward_done |= chunks
         with on_compute_stream(self.world.device):
-            watch = Watch(self.world.device, timed, read_bytes=read_bytes)
+            timer = StepTimer(self.world.device, timed, read_bytes=read_bytes)
             self.graph_cache.use(step)
             num_sets = len(self.graph_cache)
-            self._run(step, optimizer, watch)
-            self._transfers.remember(signatures)
+            self._run(step, optimizer, timer)
+            self._transfers.mark_seen(signatures)
             self.graph_cache.finish(step, num_sets)
-            return self._losses(step), watch
+            return self._losses(step), timer
 
-    def _run(self, step: Step, optimizer: Updates | None, watch: Watch) -> None:
+    def _run(self, step: Step, optimizer: Updates | None, timer: StepTimer) -> None:
         """Run this rank's instructions in order."""
-        # The compute lane drives the step. After each of its instructions the other lanes advance as far as data
-        # allows; no lane has a thread of its own, because transfers and collectives are asynchronous once they are
-        # launched.
-        self._syncs.begin(step, watch)
+        # The compute lane drives the step. After each of its instructions the other lanes launch what is ready. No lane
+        # needs a thread of its own, because transfers and collectives are asynchronous once they are launched.
+        self._syncs.begin(step, timer)
         passes, updates = self._positions(step)
-        if self._run_step_graph(step, watch):
+        if self._run_step_graph(step, timer):
             passes = []
-        self._run_instructions(step, optimizer, watch, [*passes, *updates])
-        self._syncs.finish(step, watch, self.graph_cache.replays_all_layers(step))
+        self._run_instructions(step, optimizer, timer, [*passes, *updates])
+        self._syncs.finish(step, timer, self.graph_cache.replays_all_layers(step))
         self._transfers.finish(step)
 
-    def _run_instructions(self, step: Step, optimizer: Updates | None, watch: Watch, positions: Sequence[int]) -> None:
+    def _run_instructions(
+        self, step: Step, optimizer: Updates | None, timer: StepTimer, positions: Sequence[int]
+    ) -> None:
         """Run instructions of the compute lanes, with all communication in between."""
-        pace = Pace(self.world)
+        throttle = LaunchThrottle(self.world)
         self._lanes_of_device.begin()
-        self._advance(step, watch)
+        self._advance(step, timer)
         self.offload.begin()
-        for region in self._regions(step, watch, positions):
-            self._launch_before(step, watch, region.positions[0])
-            pace.keep()
+        for region in self._regions(step, timer, positions):
+            self._launch_before(step, timer, region.positions[0])
+            throttle.wait()
             if len(region.positions) == 1:
                 (position,) = region.positions
                 with self._lanes_of_device.on_stream_of(position):
-                    self.offload.before(self._place_of[position])
-                    self._run_instruction(step, optimizer, watch, position)
+                    self.offload.before(self._compute_index[position])
+                    self._run_instruction(step, optimizer, timer, position)
             else:
-                self._run_region(step, watch, region)
-            step.computed.update(region.positions)
-            self._advance(step, watch)
+                self._run_region(step, timer, region)
+            step.compute_done.update(region.positions)
+            self._advance(step, timer)
         self._lanes_of_device.join()
 
-    def _regions(self, step: Step, watch: Watch, positions: Sequence[int]) -> list[Region]:
+    def _regions(self, step: Step, timer: StepTimer, positions: Sequence[int]) -> list[Region]:
         """The instructions of a step in host order. Passes that are launched together form one region."""
         # A pass inside a region has no times of its own.
-        if not self._has_regions or step.graphs is None or watch.is_timed:
+        if not self._has_regions or step.graphs is None or timer.is_timed:
             return [Region.of_one(position) for position in positions]
         instructions = self.program.instructions
         passes = [position for position in positions if not isinstance(instructions[position], OptimizerStep)]
         regions = step.graphs.regions_of(passes, instructions, self._rank_program.slots, self._lanes_of_device)
         return [*regions, *(Region.of_one(position) for position in positions[len(passes) :])]
 
-    def _run_region(self, step: Step, watch: Watch, region: Region) -> None:
-        """Launch the passes of a region together. Anything else that they launch comes before, on their lanes."""
+    def _run_region(self, step: Step, timer: StepTimer, region: Region) -> None:
+        """Launch the passes of a region together, after anything else that they launch on their lanes."""
         assert step.graphs is not None
         for position in region.positions:
             with self._lanes_of_device.on_stream_of(position), step.graphs.regions.collected(region, position):
-                self._run_instruction(step, None, watch, position)
+                self._run_instruction(step, None, timer, position)
         self._lanes_of_device.launch(region, partial(step.graphs.regions.replay_region, region))
 
-    def _run_step_graph(self, step: Step, watch: Watch) -> bool:
+    def _run_step_graph(self, step: Step, timer: StepTimer) -> bool:
         """Run forward and backward of the whole step as one CUDA graph, which is captured first if necessary. Returns
         False if there is none."""
         graphs = step.graphs
@@ -262,7 +263,7 @@ class Executor:
             step_graph.set_factors(factors, step.loss_scale)
             # in a copy of the step, because a failed capture leaves its state behind
             failure = graphs.capture_step(
-                step_graph, lambda watch: self._run_passes(step.fork(), watch), self._lanes_of_device
+                step_graph, lambda timer: self._run_passes(step.fork(), timer), self._lanes_of_device
             )
             for parameter in self._syncs.trained:
                 parameter.grad = before.get(id(parameter))
@@ -272,43 +273,43 @@ class Executor:
                 return False
         assert graphs.step_graph is not None
         graphs.step_graph.set_factors(factors, step.loss_scale)
-        graphs.step_graph.replay(step, watch)
+        graphs.step_graph.replay(step, timer)
         accumulate(graphs.first_written, before, self._syncs.gradients)
         return True
 
-    def _run_passes(self, step: Step, watch: Watch) -> Step:
+    def _run_passes(self, step: Step, timer: StepTimer) -> Step:
         """Run forward and backward of all slots of a step."""
         passes, _ = self._positions(step)
-        self._run_instructions(step, None, watch, passes)
+        self._run_instructions(step, None, timer, passes)
         return step
 
     def _positions(self, step: Step) -> tuple[list[int], list[int]]:
         """The instructions of the compute lanes that run in a step: passes, and the optimizer step, which is the last
         one."""
         instructions = self.program.instructions
-        on = [position for position in self._rank_program.compute if self._is_on(step, instructions[position])]
+        on = [position for position in self._rank_program.compute if self._runs_in(step, instructions[position])]
         updates = [position for position in on if isinstance(instructions[position], OptimizerStep)]
         return on[: len(on) - len(updates)], updates
 
-    def _run_instruction(self, step: Step, optimizer: Updates | None, watch: Watch, position: int) -> None:
+    def _run_instruction(self, step: Step, optimizer: Updates | None, timer: StepTimer, position: int) -> None:
         """Run an instruction of a compute lane."""
         instruction = self.program.instructions[position]
-        watch.posted[position] = watch.now()
+        timer.posted[position] = timer.now()
         try:
             match instruction:
                 case Forward(slot=slot):
-                    self._compute.forward(step, self._rank_program.slots[slot], watch, position)
-                    self._lanes_of_device.hold(step, self._rank_program.slots[slot])
-                    step.forwarded.add(slot)
+                    self._compute.forward(step, self._rank_program.slots[slot], timer, position)
+                    self._lanes_of_device.keep_for_other_lanes(step, self._rank_program.slots[slot])
+                    step.forward_done.add(slot)
                     self._transfers.send_metadata(step, self._rank_program.slots[slot])
                 case Backward(slot=slot, first=first):
-                    self._compute.backward(step, self._rank_program.slots[slot], instruction, watch, position)
-                    step.done_chunks.add(position)
+                    self._compute.backward(step, self._rank_program.slots[slot], instruction, timer, position)
+                    step.backward_done.add(position)
                     if instruction.makes_inputs and first == self.program.plan.slots[slot].first:
-                        step.returned.add(slot)
+                        step.input_gradients_done.add(slot)
                 case OptimizerStep():
-                    self._syncs.finish(step, watch, self.graph_cache.replays_all_layers(step))
-                    watch.start[position] = watch.now()
+                    self._syncs.finish(step, timer, self.graph_cache.replays_all_layers(step))
+                    timer.start[position] = timer.now()
                     if optimizer is not None:
                         self._syncs.update(step, optimizer)
                 case Exchange() | SyncGradients() | GatherParameters():
@@ -318,9 +319,9 @@ class Executor:
                 f"in step {step.number} on rank {self.world.rank}, {self._rank_program.describe(instruction)}"
             )
             raise
-        watch.note_end(position)
+        timer.note_end(position)
 
-    def _is_on(self, step: Step, instruction: Instruction) -> bool:
+    def _runs_in(self, step: Step, instruction: Instruction) -> bool:
         """Whether an instruction runs in this step."""
         match instruction:
             case Forward(slot=slot) | Backward(slot=slot):
@@ -328,7 +329,7 @@ class Executor:
             case Exchange(link=link):
                 return self._rank_program.links[link].task in step.signatures
             case SyncGradients(bucket=bucket):
-                return self._syncs.is_on(step, bucket)
+                return self._syncs.reduces(step, bucket)
             case GatherParameters():
                 return step.micro_step.is_first
             case OptimizerStep():
@@ -369,31 +370,31 @@ class Executor:
 
     # Launching communication, in the order of its lanes
 
-    def _advance(self, step: Step, watch: Watch) -> None:
+    def _advance(self, step: Step, timer: StepTimer) -> None:
         """Launch all communication that is ready."""
         for number, lane in enumerate(self._lanes):
-            while step.next_in[number] < len(lane) and self._launch(step, watch, lane[step.next_in[number]]):
-                step.next_in[number] += 1
+            while step.next_by_lane[number] < len(lane) and self._launch(step, timer, lane[step.next_by_lane[number]]):
+                step.next_by_lane[number] += 1
 
-    def _launch_before(self, step: Step, watch: Watch, position: int) -> None:
-        """Launch everything that precedes an instruction in the common launch order, once the shapes to be received are
-        known."""
-        while step.next_in[0] < self._launched_before.get(position, 0):
-            operation = self._lanes[0][step.next_in[0]]
-            is_launched = self._launch(step, watch, operation, wait_for_metadata=True)
+    def _launch_before(self, step: Step, timer: StepTimer, position: int) -> None:
+        """Launch everything that precedes an instruction in the common launch order. Waits for the shapes of what is to
+        be received."""
+        while step.next_by_lane[0] < self._launched_before.get(position, 0):
+            operation = self._lanes[0][step.next_by_lane[0]]
+            is_launched = self._launch(step, timer, operation, wait_for_metadata=True)
             assert is_launched, "launch_order puts what an operation needs before it"
-            step.next_in[0] += 1
+            step.next_by_lane[0] += 1
 
-    def _launch(self, step: Step, watch: Watch, position: int, *, wait_for_metadata: bool = False) -> bool:
+    def _launch(self, step: Step, timer: StepTimer, position: int, *, wait_for_metadata: bool = False) -> bool:
         """Launch an operation, unless this step skips it. Returns False if it cannot be launched yet."""
         instruction = self.program.instructions[position]
-        if not self._is_on(step, instruction):
+        if not self._runs_in(step, instruction):
             return True
         match instruction:
             case GatherParameters():
                 return True  # launched after the last update
             case Forward() | Backward() | OptimizerStep():
-                return position in step.computed
+                return position in step.compute_done
             case SyncGradients() if not step.micro_step.is_last:
                 return True
             case SyncGradients(bucket=bucket):
@@ -402,10 +403,10 @@ class Executor:
                 end = self._rank_program.links[link]
                 launch = partial(self._transfers.post, step, end, backward, wait_for_metadata=wait_for_metadata)
         with self._lanes_of_device.on_communication_stream(position):
-            launched = watch.now()
+            launched = timer.now()
             is_launched = launch()
         if is_launched:
-            watch.posted[position] = launched
+            timer.posted[position] = launched
         return is_launched
 
     @property

@@ -17,7 +17,7 @@ _ALIGNED_ELEMENTS = 16
 
 @dataclass(frozen=True, slots=True)
 class _Location:
-    """Where a parameter's gradient is in a flat bucket: one range, or several if it falls into several parts."""
+    """Where a parameter's gradient is in a flat bucket: one range, or several if it spans several parts."""
 
     pieces: list[Piece]
     ranges: list[torch.Tensor]
@@ -31,37 +31,37 @@ class Gradients:
     process would have None. A sharded bucket is split into parts like its parameters. Each part ends with all flags,
     because a rank only sees the sum of its own part.
 
-    The memory of gradients that the previous program also synchronised together is taken over from its `last` object.
+    Buckets that the previous program also had are reused from its object, `previous`.
     """
 
     def __init__(
         self,
         buckets: Sequence[Sequence[nn.Parameter]],
         sharded: Mapping[int, Flat] | None = None,
-        last: Gradients | None = None,
+        previous: Gradients | None = None,
     ) -> None:
         self._buckets, self._sharded = buckets, sharded or {}
         self._bucket_of = {id(parameter): number for number, bucket in enumerate(buckets) for parameter in bucket}
         self._flats: dict[int, torch.Tensor] = {}
         self._locations: dict[int, _Location] = {}
-        self._places: dict[int, torch.Tensor] = {}
+        self._grad_buffers: dict[int, torch.Tensor] = {}
         self._in_graphs: set[int] = set()  # parameters whose gradient is in memory of CUDA graphs
         self._flags: dict[int, tuple[list[bool], torch.Tensor]] = {}
-        if last is not None:
-            self._take_over(last)
+        if previous is not None:
+            self._reuse_memory(previous)
 
-    def _take_over(self, last: Gradients) -> None:
-        known = {tuple(map(id, bucket)): number for number, bucket in enumerate(last._buckets)}
+    def _reuse_memory(self, previous: Gradients) -> None:
+        known = {tuple(map(id, bucket)): number for number, bucket in enumerate(previous._buckets)}
         for number, bucket in enumerate(self._buckets):
             old = known.get(tuple(map(id, bucket)))
-            if old in last._flats and self._sharded.get(number) is last._sharded.get(old):
-                self._flats[number] = last._flats[old]
-                self._locations.update((id(parameter), last._locations[id(parameter)]) for parameter in bucket)
+            if old in previous._flats and self._sharded.get(number) is previous._sharded.get(old):
+                self._flats[number] = previous._flats[old]
+                self._locations.update((id(parameter), previous._locations[id(parameter)]) for parameter in bucket)
 
     @property
     def memory(self) -> list[torch.Tensor]:
         """All memory of gradients."""
-        return [*self._flats.values(), *self._places.values()]
+        return [*self._flats.values(), *self._grad_buffers.values()]
 
     def allocate(self) -> None:
         """Allocate all buckets on the current stream, before several streams write to them."""
@@ -72,38 +72,39 @@ class Gradients:
     def parameters_of(self, bucket: int) -> Sequence[nn.Parameter]:
         return self._buckets[bucket]
 
-    def place(self, parameter: nn.Parameter) -> torch.Tensor:
-        """The tensor that holds a parameter's gradient; always the same one."""
-        if id(parameter) not in self._places:
+    def grad_buffer(self, parameter: nn.Parameter) -> torch.Tensor:
+        """The tensor into which a parameter's gradient is written: its range of a bucket, or memory of its own. Always
+        the same tensor."""
+        if id(parameter) not in self._grad_buffers:
             part = None
             if id(parameter) in self._bucket_of:
                 self._flat(self._bucket_of[id(parameter)])
                 part = self._locations[id(parameter)].whole
             is_fit = part is not None and part.dtype == parameter.dtype
-            self._places[id(parameter)] = part if part is not None and is_fit else torch.zeros_like(parameter)
-        return self._places[id(parameter)]
+            self._grad_buffers[id(parameter)] = part if part is not None and is_fit else torch.zeros_like(parameter)
+        return self._grad_buffers[id(parameter)]
 
-    def is_free(self, parameter: nn.Parameter) -> bool:
-        """Whether a parameter's gradient may stay where autograd allocates it, because it is not synchronised and has
-        no place in a bucket."""
-        return id(parameter) not in self._places and id(parameter) not in self._bucket_of
+    def has_grad_buffer(self, parameter: nn.Parameter) -> bool:
+        """Whether a parameter's gradient belongs in a certain tensor. If not, it may stay where autograd allocates
+        it."""
+        return id(parameter) in self._grad_buffers or id(parameter) in self._bucket_of
 
-    def take(self, parameter: nn.Parameter, place: torch.Tensor | None) -> None:
-        """From now on, use memory of CUDA graphs for a parameter's gradient, unless it has a place in a bucket."""
-        if place is not None and id(parameter) not in self._places:
-            self._places[id(parameter)] = place
+    def use_graph_memory(self, parameter: nn.Parameter, buffer: torch.Tensor | None) -> None:
+        """From now on, use memory of CUDA graphs for a parameter's gradient, unless it has a buffer already."""
+        if buffer is not None and id(parameter) not in self._grad_buffers:
+            self._grad_buffers[id(parameter)] = buffer
             self._in_graphs.add(id(parameter))
 
-    def forget_taken(self) -> None:
-        """Drop gradients in memory of CUDA graphs after the graphs were dropped. A single gradient would keep their
+    def drop_graph_memory(self) -> None:
+        """Drop references to memory of CUDA graphs after the graphs were dropped: a single gradient would keep their
         whole pool alive."""
         for parameter in self._in_graphs:
-            del self._places[parameter]
+            del self._grad_buffers[parameter]
         self._in_graphs.clear()
 
-    def keep(self, parameters: Iterable[nn.Parameter]) -> None:
-        """Move gradients into their buckets, so that none is held twice for long. A gradient that falls into several
-        parts is copied once it is complete."""
+    def move_to_buckets(self, parameters: Iterable[nn.Parameter]) -> None:
+        """Move gradients into their buckets, so that none is held twice for long. A gradient that spans several parts
+        is moved by `fill_bucket`."""
         moves: list[tuple[torch.Tensor, torch.Tensor]] = []
         for parameter in parameters if self._bucket_of else ():
             gradient, bucket = parameter.grad, self._bucket_of.get(id(parameter))
@@ -121,8 +122,9 @@ class Gradients:
                 parameter.grad = whole
         _copy(moves)
 
-    def gathered(self, bucket: int, unreached: Collection[int] = ()) -> torch.Tensor:
-        """A flat bucket with the gradients that its parameters have, and their flags. Parameters keep no other memory.
+    def fill_bucket(self, bucket: int, unreached: Collection[int] = ()) -> torch.Tensor:
+        """Write the gradients of a bucket's parameters and their flags into the bucket, and return it. No gradient has
+        other memory afterwards.
 
         In a sharded bucket, zeros count as no gradient for the `unreached` parameters (by id): its ranks only see
         parts, in which the gradient of a reached parameter may be zero, too.
@@ -134,7 +136,7 @@ class Gradients:
             and not (is_sharded and id(parameter) in unreached and not bool(parameter.grad.any()))
             for parameter in parameters
         ]
-        self.keep(parameters)
+        self.move_to_buckets(parameters)
         moves: list[tuple[torch.Tensor, torch.Tensor]] = []
         for parameter in parameters:
             location = self._locations[id(parameter)]
@@ -143,9 +145,9 @@ class Gradients:
                 for range_ in location.ranges:
                     range_.zero_()
             elif location.whole is None:
-                line = parameter.grad.reshape(-1)
+                flat_gradient = parameter.grad.reshape(-1)
                 moves += [
-                    (range_, line[piece.first : piece.last])
+                    (range_, flat_gradient[piece.first : piece.last])
                     for piece, range_ in zip(location.pieces, location.ranges, strict=True)
                 ]
             if is_sharded:
@@ -165,7 +167,7 @@ class Gradients:
     def num_contributors(self, bucket: int) -> list[float]:
         """How many ranks have each gradient of a bucket, after it was summed. Synchronizes with the GPU."""
         parts = self._flat(bucket).view(self._num_parts(bucket), -1)
-        own_part = parts[self._sharded[bucket].place if bucket in self._sharded else 0]
+        own_part = parts[self._sharded[bucket].part_index if bucket in self._sharded else 0]
         counts: list[float] = own_part[-len(self._buckets[bucket]) :].tolist()
         return counts
 
@@ -177,7 +179,7 @@ class Gradients:
             flat = self._sharded[bucket]
             for parameter, count, part in zip(flat.parameters, num_contributors, flat.owned, strict=True):
                 if part is not None:
-                    part.grad = self._part(parameter, flat.place).view(part.shape) if count else None
+                    part.grad = self._part(parameter, flat.part_index).view(part.shape) if count else None
             return
         for parameter, count in zip(self._buckets[bucket], num_contributors, strict=True):
             whole = self._locations[id(parameter)].whole
@@ -221,7 +223,7 @@ class Gradients:
 
 def _copy(moves: list[tuple[torch.Tensor, torch.Tensor]]) -> None:
     if moves:
-        torch._foreach_copy_([place for place, _ in moves], [gradient for _, gradient in moves])
+        torch._foreach_copy_([target for target, _ in moves], [gradient for _, gradient in moves])
 
 
 @dataclass(frozen=True, slots=True)

@@ -39,7 +39,7 @@ class GraphCache:
         num_lanes: int = 1,
         has_weight_lanes: bool = False,
     ) -> None:
-        """`communicates` says that other ranks take part in steps."""
+        """`communicates`: whether other ranks take part in steps."""
         self.is_enabled = is_enabled
         self._makes_step_graphs = STEP_GRAPHS and not communicates
         # Why each slot has a graph of its own, after one for the whole step was tried.
@@ -96,7 +96,7 @@ class GraphCache:
         if step.graphs is None or step.graphs.is_complete or not self._makes_step_graphs:
             return False
         slots = [slot for slot in self._rank_program.slots.values() if slot.task in step.signatures]
-        return all(step.graphs.can_try(slot) and not slot.code.is_random for slot in slots)
+        return all(step.graphs.is_capturable(slot) and not slot.code.is_random for slot in slots)
 
     def refuse_step_graph(self, step: Step, failure: Failure) -> None:
         """Run this step eagerly, and capture slot by slot from now on, because capturing it as one graph has failed.
@@ -132,10 +132,10 @@ class GraphCache:
         return len(self._sets)
 
     def _begin_capture(self, step: Step, shapes: Shapes) -> None:
-        """Begin a new set, after evicting others until there is room.
+        """Begin a new set, after evicting the least recently used ones if the cache is full.
 
-        If sets are often evicted before they have paid off, there are more shapes than the cache can hold, and it stays
-        as it is.
+        If sets are often evicted before they have paid off, there are more shapes than the cache can hold; then nothing
+        is evicted any more.
         """
         while len(self._sets) >= self._max_sets:
             oldest = next(iter(self._sets))
@@ -196,7 +196,7 @@ class GraphCache:
     def drop(self) -> None:
         """Drop all graphs and their memory."""
         self._sets.clear()
-        self._gradients.forget_taken()
+        self._gradients.drop_graph_memory()
         self._memory.release()
         self._num_steps.clear()
         self.peak_bytes = 0

@@ -27,14 +27,14 @@ class GraphRegions:
         self._position = -1  # the instruction of the pass that is being added
         self._pending: list[CapturedBackward] = []  # its backward passes, whose parameters have no `grad` yet
 
-    def replay(self, known: CapturedBackward) -> None:
+    def replay(self, backward: CapturedBackward) -> None:
         """Launch a backward pass, and set the gradients that it writes."""
-        if known.graph is not None:
-            self.launch(known.graph)
+        if backward.graph is not None:
+            self.launch(backward.graph)
         if self._region is not None:
-            self._pending.append(known)
+            self._pending.append(backward)
         else:
-            self._gradients.set_grads(known)
+            self._gradients.set_grads(backward)
 
     def launch(self, graph: torch.cuda.CUDAGraph) -> None:
         """Launch a graph, or add it to the current region."""
@@ -57,9 +57,9 @@ class GraphRegions:
         region.replay()
         if region.failure is not None:
             self._refused["regions of several slots"] = region.failure
-        have_more = [self._gradients.set_grads(known) for known in self._pending]
+        have_additions = [self._gradients.set_grads(backward) for backward in self._pending]
         self._pending.clear()
-        return any(have_more)
+        return any(have_additions)
 
     def regions_of(
         self,
@@ -121,13 +121,13 @@ class GraphRegions:
         producer = self._slots.get(link.producer)
         if producer is None or not link.is_whole or link.items:
             return False
-        return addresses(producer.output.outputs) == addresses(self._slots[slot.number].trees[link.source])
+        return addresses(producer.output.outputs) == addresses(self._slots[slot.number].inputs[link.source])
 
     def _is_gradient_in_place(self, slot: RankSlot, link: LinkEnd, first: int) -> bool:
         """Whether a slot reads the gradient of its output where the consumer has left it."""
         consumer = self._slots.get(link.consumer)
         if consumer is None or not link.is_whole or link.items:
             return False
-        leaves = leaves_of(consumer.trees[link.source])
+        leaves = leaves_of(consumer.inputs[link.source])
         gradients = [leaf.grad if takes_gradient(leaf) else None for leaf in leaves]
         return addresses(gradients) == addresses(self._slots[slot.number].backward[first].gradients)

@@ -1,9 +1,9 @@
 """Slots as CUDA graphs: one graph for a slot's forward pass, and one for the backward pass of each of its chunks.
 
-A step is captured as it runs: each piece of compute is recorded instead of launched, then replayed at once, so that
-transfers between pieces proceed as usual. The graphs of a lane allocate from one memory pool, in the order of the
-rank's program, and later steps replay them in that order, so that later pieces reuse the memory of earlier ones as in
-the captured step. What lives longer (inputs, outputs, gradients) keeps its addresses.
+A step is captured as it runs: each piece of compute is recorded, then replayed at once, so that transfers between
+pieces proceed as usual. The graphs of a lane allocate from one memory pool, in the order of the rank's program. Later
+steps replay them in the same order, so later pieces may reuse the memory of earlier ones. Inputs, outputs and
+gradients keep their addresses.
 
 Eager steps and captures run on the stream of a slot's lane, not on the default stream, because autograd accumulates a
 parameter's gradient on the stream of its first use. Weight gradients that have a lane of their own are a graph that is
@@ -40,8 +40,8 @@ from spindle.run.captured_slot import (
     CapturedSlot,
     Chunk,
     Failure,
+    InputsByCall,
     SlotOutput,
-    Trees,
     buffers_restored,
     copy_gradients,
     copy_into,
@@ -62,7 +62,7 @@ from spindle.run.lanes import Lanes, lane_stream
 from spindle.run.op_code import LossCode
 from spindle.run.rank_program import RankSlot
 from spindle.run.regions import Region
-from spindle.run.step import Step, Watch
+from spindle.run.step import Step, StepTimer
 from spindle.run.step_graph import StepGraph
 
 RANDOM_LAYERS = True  # whether layers that draw random numbers are captured
@@ -106,10 +106,10 @@ class Graphs:
 
     def has(self, slot: RankSlot) -> bool:
         """Whether a slot runs as a graph, or will be captured in this step."""
-        return slot.number in self._slots or (not self.is_complete and self.can_try(slot))
+        return slot.number in self._slots or (not self.is_complete and self.is_capturable(slot))
 
-    def can_try(self, slot: RankSlot) -> bool:
-        """Whether no known property of a slot forbids capturing it."""
+    def is_capturable(self, slot: RankSlot) -> bool:
+        """Whether nothing that is known about a slot forbids capturing it."""
         reason = "its task's code reads values of tensors" if slot.code.reads_values else None
         match slot.code:
             case LossCode() as code:
@@ -130,8 +130,9 @@ class Graphs:
             self.refused[slot.name] = reason
         return slot.name not in self.refused
 
-    def draw_from(self, layer: int) -> bool:
-        """Make a random layer draw from its own generator, if its slot is being captured."""
+    def use_generator_of(self, layer: int) -> bool:
+        """Let a random layer draw from a generator of its own, if its slot is being captured. Returns whether it
+        is."""
         if self._generators is None:
             return False
         default_generator().graphsafe_set_state(self._generators[layer])
@@ -140,33 +141,32 @@ class Graphs:
     def forward(
         self,
         slot: RankSlot,
-        trees: Trees,
-        compute: Callable[[Trees], SlotOutput],
+        inputs: InputsByCall,
+        compute: Callable[[InputsByCall], SlotOutput],
         seeds: Mapping[int, int],
-    ) -> tuple[Trees, SlotOutput]:
+    ) -> tuple[InputsByCall, SlotOutput]:
         """Run a slot's forward pass. Returns the inputs that will get gradients, and the results. `seeds` are those of
         its random layers in this step."""
         # Part of the graph of the whole step: nothing is replayed, or kept for a replay.
         if self.step_graph is not None:
-            output = compute(trees)
+            output = compute(inputs)
             self._slots[slot.number] = CapturedSlot(None, None, {}, SlotOutput(output.pieces, None), {})
-            return trees, SlotOutput(output.pieces, tree_map(detached_leaf, output.outputs))
-        # Replay: copy inputs to where the graph reads them, seed the generators, launch. Outputs are where they were.
+            return inputs, SlotOutput(output.pieces, tree_map(detached_leaf, output.outputs))
+        # Replay: copy inputs to where the graph reads them, seed the generators, launch. Outputs keep their addresses.
         captured = self._slots.get(slot.number)
         if captured is not None:
             assert captured.forward is not None
-            for source, tree in trees.items():
-                copy_into(captured.trees[source], tree)
+            for source, tree in inputs.items():
+                copy_into(captured.inputs[source], tree)
             for layer, seed in seeds.items():
                 captured.generators[layer].manual_seed(seed)
             self.regions.launch(captured.forward)
-            return captured.trees, captured.output
-        # Capture: nothing runs on the GPU during a capture, so replay the graph right after it to get this step's
-        # results.
-        trees = {source: tree_map(writable, tree) for source, tree in trees.items()}
+            return captured.inputs, captured.output
+        # Capture. Nothing runs on the GPU meanwhile, so replay the graph right away to get this step's results.
+        inputs = {source: tree_map(writable, tree) for source, tree in inputs.items()}
         graph = self._memory.new_graph()
         generators: dict[int, torch.Generator] = {}
-        on_host = host_generators()
+        host_states = host_generators()
         failed = False
         try:
             for layer in seeds:
@@ -174,14 +174,14 @@ class Graphs:
                 graph.register_generator_state(generators[layer])
             self._generators = generators
             with self._memory.capturing(graph, slot.lane):
-                output = compute(trees)
-                if host_generators() != on_host:
+                output = compute(inputs)
+                if host_generators() != host_states:
                     raise TrainingError("it draws random numbers on the host")
             self._generators = None
             for layer, seed in seeds.items():
                 generators[layer].manual_seed(seed)
             graph.replay()
-            if seeds and not draws_same_numbers(slot, output, lambda: compute(trees)):
+            if seeds and not draws_same_numbers(slot, output, lambda: compute(inputs)):
                 raise TrainingError("it draws other random numbers in a graph")
         except Exception as error:
             self._refuse_slot(slot, error)
@@ -191,9 +191,9 @@ class Graphs:
         if failed:
             # Torch 2.11's checkpoint keeps its hooks until its frames are freed, and the error has kept these.
             gc.collect()
-            return trees, compute(trees)
-        self._slots[slot.number] = CapturedSlot(graph, compute, trees, output, generators)
-        return trees, SlotOutput(output.pieces, tree_map(detached_leaf, output.outputs))
+            return inputs, compute(inputs)
+        self._slots[slot.number] = CapturedSlot(graph, compute, inputs, output, generators)
+        return inputs, SlotOutput(output.pieces, tree_map(detached_leaf, output.outputs))
 
     def backward(
         self,
@@ -216,20 +216,20 @@ class Graphs:
         if self.step_graph is not None:
             self._backward_in_step_graph(gradients, chunk())
             return True
-        known = captured.backward.get(first)
-        if known is None:
+        backward = captured.backward.get(first)
+        if backward is None:
             if is_last:  # otherwise the replay of the chunk after this one writes them
                 gradients = [writable(gradient) for gradient in gradients]
-            known = self._capture_backward(slot, gradients, chunk())
-            if known is None:
+            backward = self._capture_backward(slot, gradients, chunk())
+            if backward is None:
                 self._fall_back_to_eager(slot, captured)
                 return False
             if is_last:
-                known.gradients = gradients
-            captured.backward[first] = known
+                backward.gradients = gradients
+            captured.backward[first] = backward
         elif is_last:
-            copy_gradients(slot, known, gradients)
-        self.regions.replay(known)
+            copy_gradients(slot, backward, gradients)
+        self.regions.replay(backward)
         return True
 
     def backward_inputs(
@@ -249,8 +249,8 @@ class Graphs:
         if self.step_graph is not None:
             captured.parts[first] = run(gradients)
             return True
-        known = captured.backward.get(first)
-        if known is None:
+        backward = captured.backward.get(first)
+        if backward is None:
             if is_last:
                 gradients = [writable(gradient) for gradient in gradients]
             graph = self._memory.new_graph()
@@ -260,13 +260,13 @@ class Graphs:
             except Exception as error:
                 self._refuse_slot(slot, error)
             else:
-                known = captured.backward[first] = CapturedBackward(graph, gradients if is_last else [], [])
-            if known is None:
+                backward = captured.backward[first] = CapturedBackward(graph, gradients if is_last else [], [])
+            if backward is None:
                 self._fall_back_to_eager(slot, captured)
                 return False
         elif is_last:
-            copy_gradients(slot, known, gradients)
-        self.regions.replay(known)
+            copy_gradients(slot, backward, gradients)
+        self.regions.replay(backward)
         return True
 
     def backward_weights(self, slot: RankSlot, first: int, parameters: list[nn.Parameter]) -> list[WeightPart] | None:
@@ -274,30 +274,30 @@ class Graphs:
         run eagerly."""
         captured = self._slots[slot.number]
         if self.step_graph is not None:
-            written, places = self._gradients.write_weight_gradients(captured.parts[first], parameters)
-            self._gradients.attach_parameters(written, places)
+            written, buffers = self._gradients.write_weight_gradients(captured.parts[first], parameters)
+            self._gradients.attach_parameters(written, buffers)
             self.first_written += [parameter for parameter, is_first in written if is_first]
             return None
-        known = captured.weights.get(first)
-        if known is None:
+        backward = captured.weights.get(first)
+        if backward is None:
             graph = self._memory.new_graph()
             try:
                 # Autograd launches on the stream of the forward; nothing runs until the replay.
                 with _on_lane(slot.lane), self._memory.capturing(graph, slot.weight_lane):
-                    written, places = self._gradients.write_weight_gradients(captured.parts[first], parameters)
+                    written, buffers = self._gradients.write_weight_gradients(captured.parts[first], parameters)
             except Exception as error:
                 self._refuse_slot(slot, error)
                 self.is_invalid = True
             else:
-                self._gradients.attach_parameters(written, places)
-                known = captured.weights[first] = CapturedBackward(graph, [], written)
-            if known is None:
+                self._gradients.attach_parameters(written, buffers)
+                backward = captured.weights[first] = CapturedBackward(graph, [], written)
+            if backward is None:
                 return captured.parts[first]
-        self.regions.replay(known)
+        self.regions.replay(backward)
         return None
 
-    def has_weights(self, slot: RankSlot, first: int) -> bool:
-        """Whether the weight gradients of a chunk must be computed by graphs, because its input gradients are."""
+    def has_weight_gradients(self, slot: RankSlot, first: int) -> bool:
+        """Whether the weight gradients of a chunk run as a graph; they must if its input gradients do."""
         captured = self._slots.get(slot.number)
         return captured is not None and (first in captured.parts or first in captured.weights)
 
@@ -309,7 +309,7 @@ class Graphs:
         self.is_invalid = True
         assert captured.compute is not None
         with buffers_restored(slot):
-            captured.output.pieces[:] = captured.compute(captured.trees).pieces
+            captured.output.pieces[:] = captured.compute(captured.inputs).pieces
         del self._slots[slot.number]
 
     def _capture_backward(
@@ -323,21 +323,21 @@ class Graphs:
         if not (pairs and (chunk.inputs or chunk.parameters)):
             return CapturedBackward(None, [], [])
         try:
-            places = self._gradients.places_of(chunk.parameters)
+            buffers = self._gradients.grad_buffers(chunk.parameters)
             with self._memory.capturing(graph, slot.lane):
-                of_inputs, written = self._gradients.differentiate(chunk, pairs, places)
+                of_inputs, written = self._gradients.differentiate(chunk, pairs, buffers)
         except Exception as error:
             self._refuse_slot(slot, error)
             return None
-        self._gradients.attach(chunk, of_inputs, written, places)
+        self._gradients.attach(chunk, of_inputs, written, buffers)
         return CapturedBackward(graph, [], written)
 
     def _backward_in_step_graph(self, gradients: list[torch.Tensor | None], chunk: Chunk) -> None:
         pairs = gradient_pairs(chunk, gradients)
         if pairs and (chunk.inputs or chunk.parameters):
-            places = self._gradients.places_of(chunk.parameters)
-            of_inputs, written = self._gradients.differentiate(chunk, pairs, places)
-            self._gradients.attach(chunk, of_inputs, written, places)
+            buffers = self._gradients.grad_buffers(chunk.parameters)
+            of_inputs, written = self._gradients.differentiate(chunk, pairs, buffers)
+            self._gradients.attach(chunk, of_inputs, written, buffers)
             self.first_written += [parameter for parameter, is_first in written if is_first]
 
     def regions_of(
@@ -352,22 +352,22 @@ class Graphs:
             return [Region.of_one(position) for position in positions]
         return self.regions.regions_of(positions, instructions, slots, lanes)
 
-    def capture_step(self, step_graph: StepGraph, run: Callable[[Watch], Step], lanes: Lanes) -> Failure | None:
+    def capture_step(self, step_graph: StepGraph, run: Callable[[StepTimer], Step], lanes: Lanes) -> Failure | None:
         """Capture all slots of a step as one graph. Returns why that failed."""
-        on_host = host_generators()
+        host_states = host_generators()
         self.step_graph, self.first_written = step_graph, []
 
-        def checked(watch: Watch) -> Step:
-            captured = run(watch)
-            if host_generators() != on_host:
+        def run_checked(timer: StepTimer) -> Step:
+            captured = run(timer)
+            if host_generators() != host_states:
                 raise TrainingError("it draws random numbers on the host")
             return captured
 
         try:
             if lanes.has_weight_lanes:
-                step_graph.compose(checked, lambda graph: lanes.recording(partial(self._captured_child, graph)))
+                step_graph.compose(run_checked, lambda graph: lanes.recording(partial(self._captured_child, graph)))
             else:
-                step_graph.capture(checked, lambda graph: self._memory.capturing(graph, 0))
+                step_graph.capture(run_checked, lambda graph: self._memory.capturing(graph, 0))
         except Exception as error:  # do not keep the error: its frames hold the tensors of the capture
             return failure_of(error)
         return None
@@ -389,8 +389,8 @@ class Graphs:
         self.is_complete = True
 
     def _refuse_slot(self, slot: RankSlot, error: Exception) -> None:
-        # What was captured before is in another pool than what follows. If memory does not suffice for two pools, a
-        # later step with these shapes is captured again, without this slot.
+        # What is captured from here on needs a second pool. If memory may not suffice for two, the step is captured
+        # again later, without this slot.
         self.is_invalid |= is_memory_half_used()
         self._memory.renew()
         failure = failure_of(error)

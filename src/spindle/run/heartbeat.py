@@ -54,11 +54,11 @@ from spindle.launch.activity import (
 LIMIT_VARIABLE = "SPINDLE_HEARTBEAT_S"  # 0: no heartbeat
 LIMIT_S = 12.0
 INTERVAL_S = 1.0
-_ALONE = 5  # how many times the limit a host with a single rank may be silent, because that rank may hold the GIL
+_SINGLE_RANK_FACTOR = 5  # a host with a single rank may be silent for longer, because that rank may hold the GIL
 _GOODBYE = 1 << 40  # value in the counter of a host: one of its ranks has left
 _UNKNOWN = "unknown"
-_RECORD = round(RECORD_S / INTERVAL_S)  # iterations between two records of activity
-_HUNG, _HUNG_FIRST = "hung", _RECORD + 3  # iterations in which ranks that hang may report first
+_RECORD_EVERY = round(RECORD_S / INTERVAL_S)  # iterations between two records of activity
+_HUNG, _HUNG_GRACE = "hung", _RECORD_EVERY + 3  # iterations that ranks which hang have to report first
 _LEAVE_S = 2 * INTERVAL_S  # in which ranks learn that rank 0 leaves, which may hold the store
 
 
@@ -167,7 +167,7 @@ class Heartbeat:
                     self._check_next_rank()
                     self._check_next_host()
                     self._iterations += 1
-                    if self._iterations % _RECORD == 0:
+                    if self._iterations % _RECORD_EVERY == 0:
                         self._record_activity()
             except RuntimeError as error:
                 if not (self._leaving.is_set() or self._store_left):
@@ -205,7 +205,7 @@ class Heartbeat:
         if self._stopped >= self._limit:
             with suppress(OSError):
                 _continue_process(self._processes[peer])
-            self._lose(f"rank {peer} has", self._limit)
+            self._end_for_lost(f"rank {peer} has", self._limit)
 
     def _check_next_host(self) -> None:
         if not self._next_hosts:
@@ -213,7 +213,7 @@ class Heartbeat:
         host, ranks = self._next_hosts[0]
         count = self._store.add(f"beats of {host}", 0)
         # the counter says how many ranks have left, not which
-        limit = self._limit if len(ranks) - count // _GOODBYE > 1 else _ALONE * self._limit
+        limit = self._limit if len(ranks) - count // _GOODBYE > 1 else _SINGLE_RANK_FACTOR * self._limit
         if count >= len(ranks) * _GOODBYE:
             del self._next_hosts[0]
             self._last = self._silent = 0
@@ -223,7 +223,7 @@ class Heartbeat:
             self._silent += 1
             if self._silent >= limit:
                 several = f"the host of ranks {', '.join(map(str, sorted(ranks)))} has"
-                self._lose(several if len(ranks) > 1 else f"rank {ranks[0]} has", limit)
+                self._end_for_lost(several if len(ranks) > 1 else f"rank {ranks[0]} has", limit)
 
     def _record_activity(self) -> None:
         """Record this rank's activity. On rank 0, look for ranks that hang, and end the process if there are any."""
@@ -235,16 +235,16 @@ class Heartbeat:
             activities = {rank: activity for rank, activity in enumerate(parsed) if activity is not None}
             for notice in self._slow.notices(activities):
                 print(f"note: {notice}", file=sys.stderr)
-            if hung := self._hangs.hung(activities, _RECORD * self._interval_s):
+            if hung := self._hangs.hung(activities, _RECORD_EVERY * self._interval_s):
                 self._store.set(_HUNG, json.dumps(hung))
         if self._store.check([_HUNG]):
             hung = {int(rank): text for rank, text in json.loads(self._store.get(_HUNG)).items()}
             if self._rank in hung:
                 self._end(TrainingError(f"rank {self._rank} {hung[self._rank]}"))
-            self._leaving.wait(_HUNG_FIRST * self._interval_s)
+            self._leaving.wait(_HUNG_GRACE * self._interval_s)
             self._end(PeerLostError(f"rank {min(hung)} {hung[min(hung)]}"))
 
-    def _lose(self, who: str, iterations: int) -> None:
+    def _end_for_lost(self, who: str, iterations: int) -> None:
         self._end(PeerLostError(f"{who} not answered for {iterations * self._interval_s:.0f} s"))
 
     def _watch(self) -> None:

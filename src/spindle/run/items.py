@@ -22,7 +22,7 @@ from spindle.errors import TrainingError
 from spindle.program import item_runs, join_of, max_slices, slice_bounds
 from spindle.run.pytrees import PytreeMeta, TensorMeta
 
-_MOST_LENGTHS = 6  # sequence degrees that are tried and measured
+_MAX_LENGTHS = 6  # of items that are tried and measured
 # The number of rows of each item, by the entry of a batch that holds these numbers.
 Lengths = Mapping[str, tuple[int, ...]]
 
@@ -141,17 +141,17 @@ def _cut_rows(leaf: Any, rows: Sequence[int] | None, items: Sequence[int]) -> An
     return slices[0] if len(slices) == 1 else torch.cat(slices) if slices else leaf.narrow(0, 0, 0)
 
 
-def cut_slice(tree: Any, rules: Sequence[SliceRule], bounds: Sequence[int], place: int) -> Any:
+def cut_slice(tree: Any, rules: Sequence[SliceRule], bounds: Sequence[int], member: int) -> Any:
     """One member's slice of the leaves of a pytree that belong to one item with these bounds. Refuses leaves that do
     not follow their rules."""
     leaves, spec = tree_flatten(tree)
     if len(leaves) != len(rules):
         raise _rows_error(f"{len(leaves)} values, where its first batch had {len(rules)}")
-    return tree_unflatten([_sliced(leaf, rule, bounds, place) for leaf, rule in zip(leaves, rules, strict=True)], spec)
+    return tree_unflatten([_sliced(leaf, rule, bounds, member) for leaf, rule in zip(leaves, rules, strict=True)], spec)
 
 
-def _sliced(leaf: Any, rule: SliceRule, bounds: Sequence[int], place: int) -> Any:
-    first, last, length = bounds[place], bounds[place + 1], bounds[-1]
+def _sliced(leaf: Any, rule: SliceRule, bounds: Sequence[int], member: int) -> Any:
+    first, last, length = bounds[member], bounds[member + 1], bounds[-1]
     match rule:
         case None:
             return leaf
@@ -247,10 +247,10 @@ def meta_of_items(example: PytreeMeta, code: ItemCode, lengths: Lengths, items: 
     return PytreeMeta(example.spec, tuple(leaves), 1)
 
 
-def chosen_items(lengths: Sequence[int]) -> list[int]:
+def items_to_measure(lengths: Sequence[int]) -> list[int]:
     """A few items of different lengths, shortest first, including the shortest and the longest."""
     by_length = {length: item for item, length in reversed(list(enumerate(lengths)))}
     distinct = sorted(by_length)
-    count = min(_MOST_LENGTHS, len(distinct))
+    count = min(_MAX_LENGTHS, len(distinct))
     places = {round(number * (len(distinct) - 1) / max(1, count - 1)) for number in range(count)}
     return [by_length[distinct[place]] for place in sorted(places)]

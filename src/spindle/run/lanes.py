@@ -1,9 +1,9 @@
 """Compute streams of a rank's lanes, and the events between them.
 
 The host launches the instructions of all lanes in the order of the plan, each on the stream of its lane. If an
-instruction depends on one of another lane, its stream waits for an event recorded after that one. Only tensors that
-cross lanes need care: torch's allocator gives freed memory back to the stream that allocated it, also in captures, so
-whatever another lane reads is kept until the step ends.
+instruction depends on one of another lane, its stream waits for an event recorded after that one. Torch's allocator
+gives freed memory back to the stream that allocated it, also in captures, so tensors that another lane reads are kept
+until the step ends.
 
 With several ranks, communication is launched from a stream of its own, in the order that is common to all ranks. It
 waits for events recorded after what it sends or reduces, and for nothing else, so that no lane waits for another
@@ -39,7 +39,7 @@ from spindle.run.world import World, compute_stream
 Record = Callable[[int, int, frozenset[int]], AbstractContextManager[None]]
 COMMUNICATION = -1  # the lane from which communication is launched if compute has several lanes
 # Streams from which regions are launched in turn, so that a region does not wait for the one before it.
-_REGIONS = (-2, -3, -4, -5)
+_REGION_LANES = (-2, -3, -4, -5)
 
 
 class Lanes:
@@ -48,11 +48,11 @@ class Lanes:
     def __init__(self, program: Program, rank_program: RankProgram, world: World) -> None:
         self._lane_of = [slot.lane for slot in program.plan.slots]
         self.has_weight_lanes = any(slot.has_weight_lane for slot in program.plan.slots)
-        self._is_on = uses_streams(program, world)
+        self._uses_streams = uses_streams(program, world)
         self._streams: list[torch.cuda.Stream] = []
         self._communication: torch.cuda.Stream | None = None
         # The lane of everything that belongs to no slot: the first one; with quotas, an extra one that has all SMs.
-        self._common = program.plan.num_lanes if program.plan.quotas else 0
+        self._common_lane = program.plan.num_lanes if program.plan.quotas else 0
         self._lane_at: dict[int, int] = {}  # lane by instruction
         self._slot_lane_at: dict[int, int] = {}  # by instruction: the lane of its slot, on which autograd launches it
         self._waits: dict[int, list[int]] = {}  # by instruction: the instructions of other lanes that it needs
@@ -64,20 +64,20 @@ class Lanes:
         self._recorded: set[int] = set()
         if program.plan.num_lanes == 1:
             return
-        if self._is_on and world.shares_gpu:
+        if self._uses_streams and world.shares_gpu:
             raise TrainingError(
                 f"this plan has {program.plan.num_lanes} lanes, and virtual devices have one: their processes share "
                 "the GPU; plan with lanes=1"
             )
-        if self._is_on and program.plan.quotas and world.size > 1:
+        if self._uses_streams and program.plan.quotas and world.size > 1:
             raise TrainingError(
                 "this plan has quotas of SMs, which run with one process so far; plan without quotas=True"
             )
-        if self._is_on and program.plan.quotas:
+        if self._uses_streams and program.plan.quotas:
             self._streams = [*(partition.stream for partition in partitions(program.plan.quotas)), compute_stream()]
-        elif self._is_on:
+        elif self._uses_streams:
             self._streams = [lane_stream(lane) for lane in range(program.plan.num_lanes)]
-            self._communication = _further_stream(COMMUNICATION) if world.size > 1 else None
+            self._communication = _stream_of_lane(COMMUNICATION) if world.size > 1 else None
         for position in rank_program.compute:
             match program.instructions[position]:
                 case Backward(slot=slot, makes_inputs=False):
@@ -86,7 +86,7 @@ class Lanes:
                 case Forward(slot=slot) | Backward(slot=slot):
                     self._lane_at[position] = self._slot_lane_at[position] = self._lane_of[slot]
                 case _:
-                    self._lane_at[position] = self._slot_lane_at[position] = self._common
+                    self._lane_at[position] = self._slot_lane_at[position] = self._common_lane
         computed, communication = set(self._lane_at), {*rank_program.transfer, *rank_program.sync}
         if self._communication is not None:
             self._lane_at |= dict.fromkeys(communication, COMMUNICATION)
@@ -99,7 +99,7 @@ class Lanes:
     def begin(self) -> None:
         """Let all lanes wait for what was launched before the step: the last update, and the batches of this step."""
         for stream in self._other_streams():
-            stream.wait_stream(self._streams[self._common])
+            stream.wait_stream(self._streams[self._common_lane])
 
     @contextmanager
     def on_stream_of(self, position: int) -> Iterator[None]:
@@ -108,13 +108,13 @@ class Lanes:
             lane = self._lane_at[position]
             needs = frozenset(self._waits.get(position, ())) & self._recorded
             needs |= {self._last_on[lane]} if lane in self._last_on else set()
-            stream = self._streams[self._slot_lane_at[position]] if self._is_on else None
+            stream = self._streams[self._slot_lane_at[position]] if self._uses_streams else None
             with nullcontext() if stream is None else torch.cuda.stream(stream), self._record(position, lane, needs):
                 yield
             self._recorded.add(position)
             self._last_on[lane] = position
             return
-        if not self._is_on:
+        if not self._uses_streams:
             yield
             return
         stream = self._streams[self._lane_at[position]]
@@ -144,14 +144,14 @@ class Lanes:
         return Region(needs, sorted(inside & (waited_for | set(last_on.values()))))
 
     def launch(self, region: Region, replay: Callable[[], bool]) -> None:
-        """Launch a region as one graph, after the lanes that it uses. Each of these lanes then continues after its last
-        pass in the region. `replay` returns whether it launches anything after the graph; then all of them wait for
+        """Launch a region as one graph, after earlier work of the lanes that it uses. Each of these lanes continues
+        after its last pass in the region; or, if `replay` returns that it has launched more after the graph, after
         that."""
-        if not self._is_on:
+        if not self._uses_streams:
             replay()
             return
         last_on = {self._lane_at[position]: position for position in region.positions}
-        stream = _further_stream(_REGIONS[self._num_regions % len(_REGIONS)])
+        stream = _stream_of_lane(_REGION_LANES[self._num_regions % len(_REGION_LANES)])
         self._num_regions += 1
         for lane in last_on:
             stream.wait_stream(self._streams[lane])
@@ -188,32 +188,32 @@ class Lanes:
         finally:
             self._record = None
 
-    def hold(self, step: Step, slot: RankSlot) -> None:
-        """Keep what a slot reads from other lanes, and the gradients that they will read from it, until the step ends.
+    def keep_for_other_lanes(self, step: Step, slot: RankSlot) -> None:
+        """Until the step ends, keep what a slot reads from other lanes, and the gradients that they will read from it.
         Call it after the slot's forward."""
-        if not self._is_on and self._record is None:
+        if not self._uses_streams and self._record is None:
             return
         for link in slot.inputs:
             if self._lane_of[link.producer] != self._lane_of[link.consumer]:
                 crossing: tuple[Any, ...] = (step.outputs.get(link.producer), step.inputs.get(link.number))
-                step.crossing.append(crossing)
+                step.kept_for_lanes.append(crossing)
 
     def join(self) -> None:
         """Let whatever follows the step wait for all lanes."""
         for stream in self._other_streams():
-            self._streams[self._common].wait_stream(stream)
+            self._streams[self._common_lane].wait_stream(stream)
         self._events.clear()
 
     def _other_streams(self) -> list[torch.cuda.Stream]:
         """All streams except that of the common lane, on which a step starts and ends."""
         if self._record is not None:
             return []
-        others = [stream for lane, stream in enumerate(self._streams) if lane != self._common]
+        others = [stream for lane, stream in enumerate(self._streams) if lane != self._common_lane]
         return others if self._communication is None else [*others, self._communication]
 
 
 @contextmanager
-def on_own_lane(slot: RankSlot, device: torch.device) -> Iterator[None]:
+def on_slot_lane(slot: RankSlot, device: torch.device) -> Iterator[None]:
     """A context in which work launched on the lane of a slot's weight gradients runs on the lane of the slot, in the
     same order."""
     if device.type != "cuda" or slot.lane == slot.weight_lane:
@@ -240,9 +240,9 @@ def release_behind_current_stream(tensor: torch.Tensor | None) -> None:
 
 def lane_stream(lane: int) -> torch.cuda.Stream:
     """The stream of a lane. All plans share it, because libraries keep a workspace per stream."""
-    return compute_stream() if lane == 0 else _further_stream(lane)
+    return compute_stream() if lane == 0 else _stream_of_lane(lane)
 
 
 @cache
-def _further_stream(lane: int) -> torch.cuda.Stream:
+def _stream_of_lane(lane: int) -> torch.cuda.Stream:
     return torch.cuda.Stream()  # type: ignore[no-untyped-call]

@@ -20,7 +20,7 @@ def loss_part(
     code: LossCode,
     slot: RankSlot,
     batch: Any,
-    trees: dict[str, Any],
+    inputs_by_call: dict[str, Any],
     world: World,
     check_with: Any = None,
     num_tokens: int | None = None,
@@ -34,7 +34,7 @@ def loss_part(
     result: Any = torch.zeros((), device=world.device)
     values: tuple[Any, ...] = (0.0,) * len(code.metrics)
     count: Any = torch.zeros((), dtype=torch.float64, device=world.device)
-    outputs = [trees[source][0] for source in code.sources] if slot.rows else []
+    outputs = [inputs_by_call[source][0] for source in code.sources] if slot.rows else []
     if slot.rows:
         result, values = code.run(batch, *outputs)
         if code.is_mean:
@@ -101,12 +101,12 @@ def _check_split(
 ) -> None:
     """Compare the sums of all parts with loss and metrics of the whole batch, on the first rank of the slot."""
     # on the host: a CUDA tensor from another process would be unpickled onto its device index
-    box = (slot.begin, on_device(detached(outputs), torch.device("cpu")), float(part), sums.tolist())
-    boxes = world.all_gather_objects(box, "loss", slot.ranks)
+    record = (slot.begin, on_device(detached(outputs), torch.device("cpu")), float(part), sums.tolist())
+    records = world.all_gather_objects(record, "loss", slot.ranks)
     if world.rank != slot.ranks[0]:
         return
     # the inputs that all ranks gave to the loss, joined in the order of rows: those of the whole batch
-    parts = sorted((box for box in boxes if box[1]), key=lambda box: box[0])
+    parts = sorted((record for record in records if record[1]), key=lambda record: record[0])
     axes = [link.axes for source in code.sources for link in slot.inputs if link.source == source]
     flat = [tree_flatten(on_device(part[1], world.device)) for part in parts]
     leaves = [
@@ -120,12 +120,12 @@ def _check_split(
     with torch.no_grad():
         whole, values = code.run(batch, *tree_unflatten(leaves, flat[0][1]))
     whole = float(whole[0] / whole[1] if code.is_mean else whole)
-    summed = sum(box[2] for box in boxes)
+    summed = sum(record[2] for record in records)
     tolerance = {torch.float64: 1e-7, torch.float32: 1e-3}.get(part.dtype, 5e-2)
     if torch.is_autocast_enabled(world.device.type):
         tolerance = 5e-2
     whole_sums = metric_sums(values, slot.num_rows, world.device).tolist()
-    added_sums = [sum(box[3][place] for box in boxes) for place in range(len(whole_sums))]
+    added_sums = [sum(record[3][number] for record in records) for number in range(len(whole_sums))]
     for name, total, count, added, added_count in zip(
         code.metrics, whole_sums[::2], whole_sums[1::2], added_sums[::2], added_sums[1::2], strict=True
     ):

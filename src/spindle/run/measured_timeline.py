@@ -34,7 +34,7 @@ def timeline_of(program: Program, ranks: Sequence[Spans], held: Sequence[HeldByt
         posted[instance] = first - origin
         end[instance] = spans.end.get(number, first) - origin
         start[instance] = spans.start.get(number, first) - origin
-    # The start of communication follows from all sides: a rank alone only knows when it posted its own.
+    # When communication starts depends on all ranks that take part; each rank recorded only when it posted its side.
     for number, instruction in enumerate(program.instructions):
         match instruction:
             case Exchange(link=link, backward=backward):

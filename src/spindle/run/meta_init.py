@@ -39,18 +39,18 @@ _ADVICE = (
 )
 
 
-def leave_out_weights() -> None:
+def create_parameters_on_meta() -> None:
     """From now on, until this process ends, create parameters without values."""
-    _leave_out_values()
-    _leave_out_gpus()
-    _map_checkpoints()
+    _patch_parameters()
+    _replace_gpus_by_cpu()
+    _patch_loading()
     _explain_failures()
     # the command's own output goes to stdout, so what the script prints goes to stderr
     sys.stdout.flush()
     os.dup2(sys.stderr.fileno(), sys.stdout.fileno())
 
 
-def _leave_out_values() -> None:
+def _patch_parameters() -> None:
     make = nn.Parameter.__new__
 
     def without_values(cls: Any, data: Any = None, requires_grad: bool = True) -> Any:
@@ -61,7 +61,7 @@ def _leave_out_values() -> None:
     nn.Parameter.__new__ = without_values  # type: ignore[method-assign]
 
 
-class _WithoutGpu(TorchFunctionMode):
+class _CpuForGpu(TorchFunctionMode):
     """Replaces GPU devices by the CPU. What is made from a meta tensor stays on `meta`."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -84,14 +84,14 @@ class _WithoutGpu(TorchFunctionMode):
         moved, *rest = args
         if is_empty and rest and isinstance(rest[0], torch.Tensor):
             rest[0] = rest[0].dtype  # the dtype of another tensor, not its device
-        places = [*rest[:1], *([kwargs["device"]] if "device" in kwargs else [])]
-        named = [place for place in places if isinstance(place, str | int | torch.device)]
+        destinations = [*rest[:1], *([kwargs["device"]] if "device" in kwargs else [])]
+        named = [destination for destination in destinations if isinstance(destination, str | int | torch.device)]
         if named:
-            place = "meta" if is_empty else _on_cpu(named[0])
+            destination = "meta" if is_empty else _on_cpu(named[0])
             if "device" in kwargs:
-                kwargs["device"] = place
+                kwargs["device"] = destination
             else:
-                rest[0] = place
+                rest[0] = destination
         return func(moved, *rest, **kwargs)
 
 
@@ -100,13 +100,13 @@ def _on_cpu(device: Any) -> Any:
     return "cpu" if isinstance(device, int) or re.match("cuda", str(device)) else device
 
 
-def _leave_out_gpus() -> None:
-    _WithoutGpu().__enter__()  # type: ignore[no-untyped-call]  # to the end of the process
+def _replace_gpus_by_cpu() -> None:
+    _CpuForGpu().__enter__()  # type: ignore[no-untyped-call]  # to the end of the process
     run = threading.Thread.run
 
     def run_without(thread: threading.Thread) -> None:
         """Function modes are per thread, and checkpoints are loaded in several threads."""
-        with _WithoutGpu():
+        with _CpuForGpu():
             run(thread)
 
     threading.Thread.run = run_without  # type: ignore[assignment, method-assign]
@@ -123,7 +123,7 @@ def _leave_out_gpus() -> None:
     dist.init_process_group = join_on_cpu
 
 
-def _map_checkpoints() -> None:
+def _patch_loading() -> None:
     read = torch.load
 
     def mapped(f: Any, map_location: Any = None, *args: Any, **kwargs: Any) -> Any:
@@ -185,11 +185,11 @@ def _explain_failures() -> None:
     report = sys.excepthook
 
     def explain(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-        place = innermost_users(trace)
-        if place is not None and _needs_values(error):
-            said = str(error).strip().split("\n")[0]
-            what = f"{kind.__name__}: {said}" if said else kind.__name__
-            line = line_text(place.tb_frame.f_code.co_filename, place.tb_lineno)
+        frame = innermost_users(trace)
+        if frame is not None and _needs_values(error):
+            message = str(error).strip().split("\n")[0]
+            what = f"{kind.__name__}: {message}" if message else kind.__name__
+            line = line_text(frame.tb_frame.f_code.co_filename, frame.tb_lineno)
             refusal = InputError(f"{line}: {what}\n{_ADVICE}")
             if is_debugging():
                 refusal.__cause__ = error

@@ -149,26 +149,26 @@ class RankProgram:
         return {task: tuple(sorted(numbers)) for task, numbers in items.items()}
 
     def launches_before(self, instructions: Sequence[Instruction]) -> dict[int, int]:
-        """For each instruction of the compute lane: how many operations of the common launch order precede it. That is
-        up to the exchanges that it waits for, and up to its own place if it launches collectives itself."""
-        place = {position: number for number, position in enumerate(self.launches)}
+        """For each instruction of the compute lane: how many operations of the common launch order precede it. They
+        end with the exchanges that it waits for, or with its own position if it launches collectives itself."""
+        index = {position: number for number, position in enumerate(self.launches)}
         exchanges = {
-            (instruction.link, instruction.backward): place[position]
+            (instruction.link, instruction.backward): index[position]
             for position, instruction in enumerate(instructions)
-            if isinstance(instruction, Exchange) and position in place
+            if isinstance(instruction, Exchange) and position in index
         }
         before = {}
-        # An instruction that waits for an exchange which is not launched would wait forever; launching everything up to
-        # that exchange, and no more, keeps the common order and leaves later operations to overlap with compute.
-        for position in self.compute if place else ():
-            ends = [place.get(position, 0)]
+        # Everything up to the exchange that an instruction waits for must be launched before it, in the common order.
+        # Later operations can overlap with compute.
+        for position in self.compute if index else ():
+            ends = [index.get(position, 0)]
             match instructions[position]:
                 case Forward(slot=slot):
                     ends += [exchanges.get((link.number, False), -1) + 1 for link in self.slots[slot].inputs]
                 case Backward(slot=slot):
                     ends += [exchanges.get((link.number, True), -1) + 1 for link in self.slots[slot].outputs]
                 case _:
-                    ends.append(len(place))
+                    ends.append(len(index))
             before[position] = max(ends)
         return before
 
@@ -191,9 +191,9 @@ def rank_program_of(
         if placement_key(shape) not in placements:
             placements[placement_key(shape)] = _rows_of(shape)
     rows = [placements[placement_key(shape)] for shape in program.slots]
-    known: dict[tuple[object, ...], _Ends] = {}
+    cache: dict[tuple[object, ...], _Ends] = {}
     links = {
-        number: _link_end(program, graph, code, rank, number, rows[link.producer], rows[link.consumer], known)
+        number: _link_end(program, graph, code, rank, number, rows[link.producer], rows[link.consumer], cache)
         for number, link in enumerate(program.links)
         if rank in rows[link.producer] or rank in rows[link.consumer]
     }
@@ -204,12 +204,12 @@ def rank_program_of(
     if in_order:
         # Compute instructions that launch collectives take part in the common order: a tensor-parallel all-reduce that
         # one rank launches before a transfer, and its peer after it, can deadlock under NCCL.
-        place = launch_order(program)
+        order_of = launch_order(program)
         # The host launches compute in that order, too. With several lanes, the plan's order may be a different one that
         # also respects the order of each lane.
-        compute = tuple(sorted(compute, key=lambda number: int(place[number])))
+        compute = tuple(sorted(compute, key=lambda number: int(order_of[number])))
         within = [number for number in compute if launches_collectives(program, program.instructions[number])]
-        launches = tuple(sorted((*transfer, *sync, *within), key=lambda number: int(place[number])))
+        launches = tuple(sorted((*transfer, *sync, *within), key=lambda number: int(order_of[number])))
     return RankProgram(links=links, slots=slots, compute=compute, transfer=transfer, sync=sync, launches=launches)
 
 
@@ -234,7 +234,7 @@ def _link_end(
     number: int,
     produced: Rows,
     consumed: Rows,
-    known: dict[tuple[object, ...], _Ends],
+    cache: dict[tuple[object, ...], _Ends],
 ) -> LinkEnd:
     link = program.links[number]
     producer = program.slots[link.producer]
@@ -253,9 +253,9 @@ def _link_end(
         if not is_inside:
             axes = tuple(None if rows is None else rows.axis for rows in layers.items.rows)
     key = (id(link.forward), id(link.backward), id(produced), id(consumed), bool(op.items), is_inside, num_slices)
-    if key not in known:
-        known[key] = _ends(link, rank, produced, consumed, num_slices if op.items else None, is_inside)
-    ends = known[key]
+    if key not in cache:
+        cache[key] = _ends(link, rank, produced, consumed, num_slices if op.items else None, is_inside)
+    ends = cache[key]
     return LinkEnd(
         number=number,
         producer=link.producer,
@@ -276,7 +276,8 @@ def _link_end(
 
 
 def _ends(link: Link, rank: int, produced: Rows, consumed: Rows, num_slices: int | None, is_inside: bool) -> _Ends:
-    """`num_slices` are those of an item that a part has; `is_inside` says that its consumer is of the part, too."""
+    """A rank's messages and rows on a link. `num_slices` is set if the producer is a part: the slices of its item.
+    `is_inside` says whether the consumer belongs to the same part."""
     directions = ((link.forward, False), (link.backward, True))
     if num_slices is not None:
         # Parts and the slots that they feed count rows of different things. Each rank of a part sends all it has, one
@@ -286,19 +287,23 @@ def _ends(link: Link, rank: int, produced: Rows, consumed: Rows, num_slices: int
             (_flows_of_slices(link.forward, link.forward.source, produced), False),
             (_flows_of_slices(link.backward, link.backward.destination, produced), True),
         )
-    had, wanted = produced.get(rank), consumed.get(rank)
+    produced_rows, consumed_rows = produced.get(rank), consumed.get(rank)
     local = None
     # Rows that a rank both produces and consumes are handed over in memory. A rank without rows (if there are more
     # devices than rows) has no part in the link.
-    if had and wanted and max(had[0], wanted[0]) < min(had[1], wanted[1]):
-        local = (max(had[0], wanted[0]), min(had[1], wanted[1]))
+    if produced_rows and consumed_rows:
+        first, last = max(produced_rows[0], consumed_rows[0]), min(produced_rows[1], consumed_rows[1])
+        local = (first, last) if first < last else None
     forward_sends, backward_sends = (_flows(flows, back, consumed, rank, sends=True) for flows, back in directions)
-    forward_takes, backward_takes = (_flows(flows, back, consumed, rank, sends=False) for flows, back in directions)
+    forward_receives, backward_receives = (
+        _flows(flows, back, consumed, rank, sends=False) for flows, back in directions
+    )
+    messages = (*forward_sends, *forward_receives, *backward_sends, *backward_receives)
     return _Ends(
         sends=(forward_sends, backward_sends),
-        receives=(forward_takes, backward_takes),
+        receives=(forward_receives, backward_receives),
         local=local,
-        is_whole=had == wanted == local and not any((*forward_sends, *forward_takes, *backward_sends, *backward_takes)),
+        is_whole=produced_rows == consumed_rows == local and not messages,
     )
 
 
@@ -315,10 +320,10 @@ def _flows(flows: Flows, backward: bool, consumed: Rows, rank: int, sends: bool)
     consumers = flows.source if backward else flows.destination
     return tuple(
         Flow(peer, first, last, first == consumed[consumer][0])
-        for holder, peer, consumer, first, last in zip(
+        for owner, peer, consumer, first, last in zip(
             *(column.tolist() for column in (own, peers, consumers, flows.first, flows.last)), strict=True
         )
-        if holder == rank
+        if owner == rank
     )
 
 
@@ -409,6 +414,7 @@ def sequence_groups(shape: SlotShape) -> list[tuple[int, ...]]:
 
 
 def _sequence_group(shape: SlotShape, rank: int, code: OpCode, name: str) -> tuple[int, ...]:
+    """The sequence group of a rank in a slot; empty at degree one. Refuses a degree that its module does not allow."""
     group = next((group for group in sequence_groups(shape) if rank in group), ())
     if group:
         sequence = code.items.sequence if isinstance(code, LayersCode) and code.items is not None else None

@@ -1,15 +1,14 @@
 """Regions: passes of a rank, on one or several lanes, that are launched together as one CUDA graph.
 
-With several ranks a step cannot be one graph, because communication comes in between. But a rank launches many passes
-without waiting for another rank in the meantime: up to its first message all lanes, for example, or all layers of a
-tower that begins with a received batch. The graphs of these passes become children of one graph, in which lanes are
-branches, so that no lane waits for the host between its passes.
+With several ranks a step cannot be one graph, because communication comes in between. But there are long runs of passes
+that wait for no other rank: all lanes up to the first message, or all layers of a tower. The graphs of these passes
+become children of one graph, in which lanes are branches, so that no lane waits for the host between its passes.
 
-A region adds no waiting, except for the fourth region before it, which is launched from the same stream. What it waits
-for as a whole, each of its passes waits for anyway; and what needs one of its passes waits for that one, by an event
-that the graph records, not for the whole region. Where that cannot be had, or a pass needs more than its graph (it
-joins rows of several ranks, or sums gradients of several consumers), a new region begins. Passes without a graph run
-eagerly in between. A step that is timed launches pass by pass.
+A region does not make any pass wait longer, except that it follows the fourth region before it, which is launched from
+the same stream. Whatever the region waits for as a whole, each of its passes waits for anyway. Work outside waits for
+single passes, by events that the graph records, not for the whole region. A new region begins where that is impossible,
+or where a pass launches more than its graph (it joins rows of several ranks, or sums gradients of several consumers).
+Passes without a graph run eagerly in between. A step that is timed launches pass by pass.
 """
 
 from __future__ import annotations
@@ -93,8 +92,8 @@ def region_positions(
     `needs` has what each pass waits for: other passes, including the one before it on its lane, and messages.
     """
     # The ancestors of each pass, as sets of bits: everything that it waits for, directly or not. A pass joins a region
-    # if it waits for everything that the region waits for, and if all passes of the region wait for what it brings
-    # along.
+    # if it waits for everything that the region waits for, and if all passes of the region wait for its own additional
+    # needs.
     ancestors: dict[int, int] = {}
     direct = {position: _bits(needs.get(position, ())) for position in positions}
     for position in positions:

@@ -42,7 +42,7 @@ def reshard(
     """
     # Every rank computes the same transfers from the same maps, so nothing is negotiated.
     rounds = list(_rounds(transfer(old, new)))
-    last_round = {sent.parameter: number for number, some in enumerate(rounds) for sent in some}
+    last_round = {sent.parameter: number for number, transfers in enumerate(rounds) for sent in transfers}
     unsent = [name for name in new if name not in last_round]
     finished: list[list[str]] = [[] for _ in rounds]
     for name, number in last_round.items():
@@ -59,8 +59,8 @@ def reshard(
     for name in unsent:
         yield name, result(name)
         del results[name]
-    for some, names in zip(rounds, finished, strict=True):
-        arrived = _exchange(world, some, old, tensors, specs)
+    for transfers, names in zip(rounds, finished, strict=True):
+        arrived = _exchange(world, transfers, old, tensors, specs)
         for sent, values in arrived:
             tensor = result(sent.parameter)
             assert tensor is not None
@@ -86,20 +86,20 @@ def send_tensors(world: World, tensors: Sequence[torch.Tensor], sources: Sequenc
 def _rounds(transfers: Sequence[Transfer]) -> Iterator[list[Transfer]]:
     """Transfers in order, in rounds in which no rank sends or receives many elements, unless they belong to a single
     box."""
-    some: list[Transfer] = []
+    current: list[Transfer] = []
     num_elements: Counter[tuple[str, int]] = Counter()
     for sent in transfers:
         ends = [("out", sent.source), ("in", sent.destination)]
         # all ranks see all transfers, so all of them start a new round at the same transfer
-        if some and any(num_elements[end] + sent.box.num_elements > _ROUND_ELEMENTS for end in ends):
-            yield some
-            some = []
+        if current and any(num_elements[end] + sent.box.num_elements > _ROUND_ELEMENTS for end in ends):
+            yield current
+            current = []
             num_elements.clear()
-        some.append(sent)
+        current.append(sent)
         for end in ends:
             num_elements[end] += sent.box.num_elements
-    if some:
-        yield some
+    if current:
+        yield current
 
 
 def _exchange(
@@ -116,17 +116,17 @@ def _exchange(
             messages.setdefault((sent.source, sent.destination, specs[sent.parameter]), []).append(sent)
     sends, receives = [], []
     arrived: list[tuple[Transfer, torch.Tensor]] = []
-    for (source, destination, spec), some in messages.items():
+    for (source, destination, spec), sent_together in messages.items():
         if source == world.rank:
-            parts = [box_view(tensors[sent.parameter], old[sent.parameter][source], sent.box) for sent in some]
+            parts = [box_view(tensors[sent.parameter], old[sent.parameter][source], sent.box) for sent in sent_together]
             # weights that no plan used are on the host (`Weights.take_over`), but are sent from the device
             flat = torch.cat([part.to(spec.device).reshape(-1) for part in parts])
             sends.append(Message(flat, destination))
         else:
-            sizes = [sent.box.num_elements for sent in some]
+            sizes = [sent.box.num_elements for sent in sent_together]
             flat = torch.empty(sum(sizes), dtype=spec.dtype, device=spec.device)
             receives.append(Message(flat, source))
-            boxes = zip(some, torch.split(flat, sizes), strict=True)
+            boxes = zip(sent_together, torch.split(flat, sizes), strict=True)
             arrived += [(sent, values.view(sent.box.lengths)) for sent, values in boxes]
     world.exchange(sends, receives)
     return arrived

@@ -22,7 +22,7 @@ class Flat:
     """The flat tensor of a bucket's parameters of one dtype, after they were attached."""
 
     def __init__(self, numbers: Sequence[int], parameters: Sequence[nn.Parameter], ranks: tuple[int, ...], rank: int):
-        self.numbers, self.parameters, self.ranks, self.place = numbers, parameters, ranks, ranks.index(rank)
+        self.numbers, self.parameters, self.ranks, self.part_index = numbers, parameters, ranks, ranks.index(rank)
         self.owned: list[nn.Parameter | None] = []  # of each parameter: the part that this rank updates
         self._memory: torch.Tensor | None = None
 
@@ -38,11 +38,11 @@ class Flat:
         if self._memory is None:
             part_size, pieces = flat_pieces(sizes, len(self.ranks))
             self._memory = torch.zeros(part_size * len(self.ranks), dtype=first.dtype, device=first.device)
-            own_part = self._memory[self.place * part_size :]
+            own_part = self._memory[self.part_index * part_size :]
             for parameter, own_pieces in zip(self.parameters, pieces, strict=True):
                 owned = None
                 for piece in own_pieces:
-                    if piece.part == self.place:
+                    if piece.part == self.part_index:
                         # a view into the flat tensor, so that the all-gather sees the optimizer's update at once
                         updated = Slice(Slice.whole(parameter.shape).box, piece.first, piece.last)
                         owned = nn.Parameter(own_part[piece.begin :][: updated.num_elements].view(updated.shape))
@@ -98,7 +98,7 @@ class Shards:
             flat.attach()
 
     def release(self) -> None:
-        self.settle()
+        self.wait_all()
         for flat in self:
             flat.release()
 
@@ -135,7 +135,7 @@ class Shards:
         else:
             self._gathers.pop(key, None)
 
-    def settle(self) -> None:
+    def wait_all(self) -> None:
         """Wait for all gathers in flight. Every parameter then has the values of the last update."""
         for key in list(self._gathers):
             self._wait(key)

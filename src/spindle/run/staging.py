@@ -1,7 +1,7 @@
 """Tensors copied into one flat piece of host memory, from which a thread writes them to disk.
 
 On CPUs the copy is made at once. On a GPU it runs on a separate stream, concurrently with the forward and backward
-passes that follow; whatever overwrites a tensor has to wait for `Copied.event` first.
+passes that follow; whatever overwrites a tensor has to wait for `StagedBytes.event` first.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import torch
 
 
 @dataclass(frozen=True, slots=True)
-class Copied:
+class StagedBytes:
     """Bytes of tensors end to end, complete once `wait` has returned. `event` is None if the copy was made
     synchronously."""
 
@@ -35,7 +35,7 @@ class Staging:
         self._device = device
         self._memory = torch.empty(0, dtype=torch.uint8)
 
-    def copy(self, tensors: Sequence[torch.Tensor], urgent: Collection[int] = ()) -> Copied:
+    def copy(self, tensors: Sequence[torch.Tensor], urgent: Collection[int] = ()) -> StagedBytes:
         """Copy tensors. Those at the positions `urgent` are copied before work that is launched later on the current
         stream.
 
@@ -48,28 +48,28 @@ class Staging:
             self._memory = torch.empty(0, dtype=torch.uint8)  # free the old memory before allocating more
             self._memory = torch.empty(num_bytes, dtype=torch.uint8, pin_memory=self._device.type == "cuda")
         memory = self._memory[:num_bytes]
-        places = [
+        targets = [
             memory[begin:end].view(tensor.dtype).view(tensor.shape)
             for begin, end, tensor in zip([0, *ends], ends, tensors, strict=False)
         ]
         if self._device.type != "cuda":
-            for place, tensor in zip(places, tensors, strict=True):
-                place.copy_(tensor.detach())
-            return Copied(memory)
+            for target, tensor in zip(targets, tensors, strict=True):
+                target.copy_(tensor.detach())
+            return StagedBytes(memory)
         current, stream = torch.cuda.current_stream(), _stream()
         stream.wait_stream(current)
         with torch.cuda.stream(stream):
             for position in urgent:
-                _copy(places[position], tensors[position], stream)
+                _copy(targets[position], tensors[position], stream)
             current.wait_event(stream.record_event())
             for position, tensor in enumerate(tensors):
                 if position not in urgent:
-                    _copy(places[position], tensor, stream)
-            return Copied(memory, stream.record_event(torch.cuda.Event(blocking=True)))  # type: ignore[no-untyped-call]
+                    _copy(targets[position], tensor, stream)
+            return StagedBytes(memory, stream.record_event(torch.cuda.Event(blocking=True)))  # type: ignore[no-untyped-call]
 
 
-def _copy(place: torch.Tensor, tensor: torch.Tensor, stream: torch.cuda.Stream) -> None:
-    place.copy_(tensor.detach(), non_blocking=True)
+def _copy(target: torch.Tensor, tensor: torch.Tensor, stream: torch.cuda.Stream) -> None:
+    target.copy_(tensor.detach(), non_blocking=True)
     if tensor.is_cuda:
         tensor.record_stream(stream)  # the allocator does not know about this use
 

@@ -78,7 +78,7 @@ class Step:
     check_losses: bool
     # By task: the rows of each leaf, if this rank has only some rows of the batch.
     held: Mapping[str, tuple[tuple[int, int], ...]]
-    new: frozenset[str]  # tasks whose batch has a shape that was not seen before
+    new_shapes: frozenset[str]  # tasks whose batch has a shape that was not seen before
     micro_step: MicroStep
     # Shapes of what crosses cuts, if they are known.
     cuts: Mapping[tuple[int, int], PytreeMeta] = field(default_factory=dict)
@@ -98,13 +98,13 @@ class Step:
     arrivals: dict[tuple[int, bool], list[Arrival]] = field(default_factory=dict)
     # By link and direction: peer, request and buffer. The buffer must live until it is sent.
     sending: dict[tuple[int, bool], list[tuple[int, Any, torch.Tensor]]] = field(default_factory=dict)
-    forwarded: set[int] = field(default_factory=set)
-    returned: set[int] = field(default_factory=set)  # slots whose input gradients are computed
-    done_chunks: set[int] = field(default_factory=set)
-    computed: set[int] = field(default_factory=set)  # positions of finished instructions of the compute lane
+    forward_done: set[int] = field(default_factory=set)  # slots
+    input_gradients_done: set[int] = field(default_factory=set)  # slots
+    backward_done: set[int] = field(default_factory=set)  # positions of backward instructions
+    compute_done: set[int] = field(default_factory=set)  # positions of instructions of the compute lane
     syncs: list[tuple[int, int, Any]] = field(default_factory=list)  # position, number of the flat bucket, request
-    next_in: list[int] = field(default_factory=list)  # by communication lane: its next instruction
-    crossing: list[tuple[Any, ...]] = field(default_factory=list)  # tensors that another lane reads
+    next_by_lane: list[int] = field(default_factory=list)  # by communication lane: its next instruction
+    kept_for_lanes: list[tuple[Any, ...]] = field(default_factory=list)  # tensors that another lane reads
 
     def fork(self) -> Step:
         """A copy of this step in the same state. Running the copy does not change this one."""
@@ -131,18 +131,18 @@ class HostCopy:
         return values
 
 
-class Pace:
+class LaunchThrottle:
     """Keeps the host at most `MAX_AHEAD` instructions ahead of a GPU that ranks share.
 
-    A launch that blocks because the GPU's queue is full also blocks the other threads of the process, which run the
-    collectives of the IPC backend. NCCL has no such threads.
+    A launch that blocks because the GPU's queue is full also blocks the other threads of the process. Those threads run
+    the collectives of the IPC backend; NCCL has none.
     """
 
     def __init__(self, world: World) -> None:
         self._is_needed = world.shares_gpu
         self._launched: deque[torch.cuda.Event] = deque()
 
-    def keep(self) -> None:
+    def wait(self) -> None:
         """Wait until the host may launch another instruction. Call it before each one."""
         if not self._is_needed:
             return
@@ -172,11 +172,11 @@ class HeldBytes:
     instructions: dict[int, tuple[int, int]]
 
 
-Moment = int | torch.cuda.Event
+Timestamp = int | torch.cuda.Event
 ReadBytes = Callable[[], tuple[int, int]]  # returns the peak since its last call, and the current value
 
 
-class Watch:
+class StepTimer:
     """Records when instructions run.
 
     On a GPU, events on the current stream are used, and only in `timed` steps. With `in_graph`, events become nodes of
@@ -187,12 +187,12 @@ class Watch:
     def __init__(
         self, device: torch.device, timed: bool = True, *, in_graph: bool = False, read_bytes: ReadBytes | None = None
     ) -> None:
-        self.posted: dict[int, Moment] = {}
-        self.start: dict[int, Moment] = {}
-        self.end: dict[int, Moment] = {}
+        self.posted: dict[int, Timestamp] = {}
+        self.start: dict[int, Timestamp] = {}
+        self.end: dict[int, Timestamp] = {}
         self._on_gpu, self._timed, self._in_graph = device.type == "cuda", timed, in_graph
         self._begin = perf_counter_ns()
-        self._first: Moment = 0 if in_graph else self.now()
+        self._first: Timestamp = 0 if in_graph else self.now()
         self._read_bytes = read_bytes
         self.held = None if read_bytes is None else HeldBytes(read_bytes()[1], {})
 
@@ -207,7 +207,7 @@ class Watch:
         if self._read_bytes is not None and self.held is not None:
             self.held.instructions[position] = self._read_bytes()
 
-    def now(self) -> Moment:
+    def now(self) -> Timestamp:
         if not self._on_gpu:
             return perf_counter_ns()
         if not self._timed:
@@ -216,29 +216,29 @@ class Watch:
         event.record()
         return event
 
-    def adopt(self, graph: Watch) -> bool:
-        """Take over the moments of a graph that was just launched in a timed step. They must be settled before the next
-        replay. Returns whether there are any."""
+    def take_events(self, graph: StepTimer) -> bool:
+        """Take over the events of a graph that was just launched, if this step is timed. They must be read before the
+        next replay. Returns whether there are any."""
         if self._timed:
-            for moments, captured in zip(self._moments, graph._moments, strict=True):
-                moments.update(captured)
+            for timestamps, captured in zip(self._timestamps, graph._timestamps, strict=True):
+                timestamps.update(captured)
         return self._on_gpu and self._timed
 
-    def settle(self) -> None:
-        """Read all moments once the GPU has reached them."""
-        for moments in self._moments:
-            for position, moment in moments.items():
-                if isinstance(moment, torch.cuda.Event):
-                    moment.synchronize()
-                moments[position] = self._number(moment)
+    def read_events(self) -> None:
+        """Wait for all events, and replace them by their times."""
+        for timestamps in self._timestamps:
+            for position, timestamp in timestamps.items():
+                if isinstance(timestamp, torch.cuda.Event):
+                    timestamp.synchronize()
+                timestamps[position] = self._ns_of(timestamp)
 
     @property
-    def _moments(self) -> tuple[dict[int, Moment], ...]:
+    def _timestamps(self) -> tuple[dict[int, Timestamp], ...]:
         return self.posted, self.start, self.end
 
     def spans(self) -> Spans:
         """All times in nanoseconds. The GPU must have finished the step."""
-        return Spans(self._begin, *(self._settled(moments) for moments in self._moments))
+        return Spans(self._begin, *(self._in_ns(timestamps) for timestamps in self._timestamps))
 
     def busy_share(self) -> float:
         """The share of the step in which this rank computed, on any lane. The GPU must have finished the step."""
@@ -260,12 +260,12 @@ class Watch:
         ran = [position for position in spans.start if position in positions and position in spans.end]
         return 1e-9 * sum(spans.end[position] - spans.start[position] for position in ran)
 
-    def _settled(self, moments: dict[int, Moment]) -> dict[int, int]:
-        return {position: self._number(moment) for position, moment in moments.items()}
+    def _in_ns(self, timestamps: dict[int, Timestamp]) -> dict[int, int]:
+        return {position: self._ns_of(timestamp) for position, timestamp in timestamps.items()}
 
-    def _number(self, moment: Moment) -> int:
-        if isinstance(moment, int):
-            return moment
+    def _ns_of(self, timestamp: Timestamp) -> int:
+        if isinstance(timestamp, int):
+            return timestamp
         assert isinstance(self._first, torch.cuda.Event)
-        since: float = self._first.elapsed_time(moment)
+        since: float = self._first.elapsed_time(timestamp)
         return self._begin + round(since * 1e6)

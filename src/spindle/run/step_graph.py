@@ -20,7 +20,7 @@ from torch import nn
 from spindle.errors import TrainingError
 from spindle.run.composed_graph import ComposedGraph
 from spindle.run.gradients import Gradients
-from spindle.run.step import Step, Watch
+from spindle.run.step import Step, StepTimer
 
 
 class StepGraph:
@@ -32,10 +32,10 @@ class StepGraph:
         self._factors = {slot: torch.zeros((), dtype=torch.float64, device=device) for slot in losses}
         self._values: dict[int, float] = {}  # values of the factors
         self._graph: torch.cuda.CUDAGraph | ComposedGraph | None = None
-        self._watch: Watch | None = None  # its events are nodes of the graph
+        self._timer: StepTimer | None = None  # its events are nodes of the graph
         self._losses: dict[int, torch.Tensor] = {}
         self._metrics: dict[int, torch.Tensor] = {}
-        self._last: Watch | None = None  # the watch of a timed step, whose events the next replay records anew
+        self._last: StepTimer | None = None  # the timer of a timed step, whose events the next replay records anew
 
     def loss_gradient(self, slot: int, loss: torch.Tensor) -> torch.Tensor:
         """The gradient with which a loss's backward starts, inside the graph."""
@@ -50,44 +50,44 @@ class StepGraph:
                 self._factors[slot].fill_(factor)
         self._values = dict(factors) if loss_scale is None else {}
 
-    def capture(self, run: Callable[[Watch], Step], capturing: Callable[[torch.cuda.CUDAGraph], Any]) -> None:
+    def capture(self, run: Callable[[StepTimer], Step], capturing: Callable[[torch.cuda.CUDAGraph], Any]) -> None:
         """Capture what `run` launches. `run` returns the captured step, whose losses and metrics are kept."""
-        graph, watch = torch.cuda.CUDAGraph(), Watch(self._device, in_graph=True)
+        graph, timer = torch.cuda.CUDAGraph(), StepTimer(self._device, in_graph=True)
         with capturing(graph):
-            captured = run(watch)
-        self._keep(graph, watch, captured)
+            captured = run(timer)
+        self._keep(graph, timer, captured)
 
-    def compose(self, run: Callable[[Watch], Step], capturing: Callable[[ComposedGraph], Any]) -> None:
+    def compose(self, run: Callable[[StepTimer], Step], capturing: Callable[[ComposedGraph], Any]) -> None:
         """Like `capture`, with a child graph for each instruction that `run` launches inside `capturing`."""
-        graph, watch = ComposedGraph(), Watch(self._device, in_graph=True)
+        graph, timer = ComposedGraph(), StepTimer(self._device, in_graph=True)
         with capturing(graph):
-            captured = run(watch)
+            captured = run(timer)
         graph.instantiate()
-        self._keep(graph, watch, captured)
+        self._keep(graph, timer, captured)
 
-    def _keep(self, graph: torch.cuda.CUDAGraph | ComposedGraph, watch: Watch, captured: Step) -> None:
-        self._graph, self._watch = graph, watch
+    def _keep(self, graph: torch.cuda.CUDAGraph | ComposedGraph, timer: StepTimer, captured: Step) -> None:
+        self._graph, self._timer = graph, timer
         self._losses = {slot: loss.detach() for slot, loss in captured.losses.items()}
         self._metrics = {slot: metrics.detach() for slot, metrics in captured.metrics.items()}
 
-    def replay(self, step: Step, watch: Watch) -> None:
+    def replay(self, step: Step, timer: StepTimer) -> None:
         """Run the step."""
-        if self._graph is None or self._watch is None:
+        if self._graph is None or self._timer is None:
             raise TrainingError("this step has not been captured")
         if self._last is not None:
-            self._last.settle()
+            self._last.read_events()
             self._last = None
         self._graph.replay()
         step.losses.update(self._losses)
         step.metrics.update(self._metrics)
-        if watch.adopt(self._watch):
-            self._last = watch
+        if timer.take_events(self._timer):
+            self._last = timer
 
 
 def accumulate(written: Sequence[nn.Parameter], before: Mapping[int, torch.Tensor], gradients: Gradients) -> None:
     """Set the gradients of parameters that a graph has written, and add those of earlier micro-steps, by parameter."""
     for parameter in written:
-        place = gradients.place(parameter)
+        buffer = gradients.grad_buffer(parameter)
         if id(parameter) in before:
-            place += before[id(parameter)]
-        parameter.grad = place
+            buffer += before[id(parameter)]
+        parameter.grad = buffer

@@ -18,7 +18,7 @@ from spindle.run.gradients import GradientBuffers, Gradients
 from spindle.run.lanes import release_behind_current_stream, uses_streams
 from spindle.run.rank_program import RankProgram
 from spindle.run.shards import Flat, Shards
-from spindle.run.step import Step, Watch
+from spindle.run.step import Step, StepTimer
 from spindle.run.world import World, peers, wait
 
 
@@ -41,14 +41,14 @@ class Syncs:
         trainable: set[int],
         reached: Mapping[str, frozenset[int]] | None,
         shards: Shards | None,
-        last: GradientBuffers | None,
+        previous: GradientBuffers | None,
     ) -> None:
         self._program, self._world, self._shards = program, world, shards
         self._crosses_streams = uses_streams(program, world)  # from lanes to the lane of reductions
         self.trained: list[nn.Parameter] = [parameters[number] for number in sorted(trainable)]
         trained = {id(parameter) for parameter in self.trained}
         # Parameters that the previous program trained and this one does not: their gradients are dropped.
-        untrained = [] if last is None else last.parameters
+        untrained = [] if previous is None else previous.parameters
         self._untrained = [parameter for parameter in untrained if id(parameter) not in trained]
         compute = set(rank_program.compute)
         self._after = [compute.intersection(bucket.after) for bucket in program.buckets]
@@ -57,7 +57,7 @@ class Syncs:
             frozenset(task_of[self._backward_at(position).slot] for position in bucket.after)
             for bucket in program.buckets
         ]
-        # What is reduced as a unit: a bucket, or all parameters of one dtype in a sharded bucket.
+        # The units of reduction: a bucket, or all parameters of one dtype in a sharded bucket.
         summed: list[list[nn.Parameter]] = []
         self._sums_of: list[list[int]] = []  # by bucket
         flats: list[Flat] = []
@@ -69,7 +69,9 @@ class Syncs:
                 sums = [list(flat.parameters) for flat in shards.of_bucket(bucket)]
             self._sums_of.append(list(range(len(summed), len(summed) + len(sums))))
             summed += sums
-        self.gradients: Gradients = Gradients(summed, dict(enumerate(flats)), None if last is None else last.gradients)
+        self.gradients: Gradients = Gradients(
+            summed, dict(enumerate(flats)), None if previous is None else previous.gradients
+        )
         # By slot and first layer of a chunk: positions of the gathers that it waits for.
         self._needed_by: dict[tuple[int, int], list[int]] = {}
         self._gathers: list[tuple[int, int]] = []  # in the order of the lane, with the number of the bucket
@@ -93,7 +95,7 @@ class Syncs:
 
         self._unreached = unreached
 
-    def begin(self, step: Step, watch: Watch) -> None:
+    def begin(self, step: Step, timer: StepTimer) -> None:
         """Drop the gradients of the last step, unless this micro-step accumulates. Also drop those of parameters that
         only the previous program trained."""
         for parameter in self._untrained:
@@ -105,7 +107,7 @@ class Syncs:
             self._shards.drop_gradients()
             for position, bucket in self._gathers:
                 if self._shards.is_gathering(self._program.buckets[bucket]):
-                    watch.posted[position] = watch.now()  # in flight since the last update
+                    timer.posted[position] = timer.now()  # in flight since the last update
         if step.micro_step.is_first:
             for parameter in self.trained:
                 parameter.grad = None
@@ -115,13 +117,13 @@ class Syncs:
                     # CUDA graphs overwrite the memory where the gradient may be, and then add to it
                     parameter.grad = parameter.grad.clone()
 
-    def is_on(self, step: Step, bucket: int) -> bool:
+    def reduces(self, step: Step, bucket: int) -> bool:
         """Whether a bucket is reduced in this step."""
         return not self._users[bucket].isdisjoint(step.micro_step.tasks)
 
     def post(self, step: Step, bucket: int, position: int) -> bool:
         """Start the reduction of a bucket. Returns False if its gradients are not complete yet."""
-        if not self._after[bucket] <= step.done_chunks:
+        if not self._after[bucket] <= step.backward_done:
             return False
         self._start(step, bucket, position)
         return True
@@ -133,7 +135,7 @@ class Syncs:
         for number in self._sums_of[bucket]:
             for parameter in self.gradients.parameters_of(number) if self._crosses_streams else ():
                 release_behind_current_stream(parameter.grad)
-            flat = self.gradients.gathered(number, unreached)
+            flat = self.gradients.fill_bucket(number, unreached)
             request: Any
             if self._shards is not None:
                 request = start_reduce_scatter(flat, ranks, self._world)
@@ -142,20 +144,20 @@ class Syncs:
                     request = dist.all_reduce(flat, group=self._world.group("sync", ranks), async_op=True)
             step.syncs.append((position, number, request))
 
-    def finish(self, step: Step, watch: Watch, is_replayed: bool) -> None:
+    def finish(self, step: Step, timer: StepTimer, is_replayed: bool) -> None:
         """Wait for all reductions, and set the gradients of parameters.
 
         A step that is replayed from CUDA graphs has the same gradients every time, so its flags need not be read.
         """
         for position, number, request in step.syncs:
             wait(request)
-            watch.end[position] = watch.now()
+            timer.end[position] = timer.now()
             # reading the flags synchronizes with the GPU
             is_certain = is_replayed and self.gradients.has_all(number)
             self.gradients.set_from_bucket(number, self.gradients.num_contributors(number) if not is_certain else None)
         step.syncs.clear()
         for parameter in self._unreached(step.micro_step.tasks) if step.micro_step.is_last else ():
-            # zeros from another rank's bucket are no gradient: a single process would have None
+            # a sum of zeros is not a gradient: a single process would have None
             if parameter.grad is not None and not parameter.grad.any():
                 parameter.grad = None
 
@@ -163,16 +165,16 @@ class Syncs:
         """Run the optimizer's step, and start to gather updated shards at once instead of at the start of the next
         step, because no instruction in between waits for them."""
         if self._shards is not None:
-            self._shards.settle()  # gathers that no forward of this step has waited for
+            self._shards.wait_all()  # gathers that no forward of this step has waited for
         optimizer.step()
         for _, bucket in self._gathers:
-            if self._shards is not None and self.is_on(step, bucket):
+            if self._shards is not None and self.reduces(step, bucket):
                 self._shards.start_gather(self._program.buckets[bucket])
 
-    def wait_for_parameters(self, slot: int, first: int, watch: Watch) -> None:
+    def wait_for_parameters(self, slot: int, first: int, timer: StepTimer) -> None:
         """Wait for the sharded parameters of one chunk.
 
-        The program waits for those of the whole slot, so this is laxer: later chunks arrive while the first one runs.
+        The program waits for those of the whole slot. Here, those of later chunks may arrive while the first one runs.
         """
         for position in self._needed_by.get((slot, first), ()):
             instruction = self._program.instructions[position]
@@ -180,7 +182,7 @@ class Syncs:
             bucket = self._program.buckets[instruction.bucket]
             if self._shards is not None and self._shards.is_gathering(bucket):
                 self._shards.wait(bucket)
-                watch.end[position] = watch.now()
+                timer.end[position] = timer.now()
 
     def _backward_at(self, position: int) -> Backward:
         instruction = self._program.instructions[position]

@@ -1,8 +1,8 @@
 """Activations and gradients between ranks: sent as soon as they exist, waited for when they are needed.
 
-What crosses a link is a pytree of tensors. Where the step is not given its metadata (shapes, dtypes, which leaves
-require gradients), the sender sends the metadata first when a task's batch has a new shape; from then on both sides
-know it, and only the values are sent.
+What crosses a link is a pytree of tensors. If its metadata (shapes, dtypes, which leaves require gradients) was not
+inferred before the step, the sender sends the metadata first when a task's batch has a new shape. From then on both
+sides know it, and only the values are sent.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from spindle.run.pytrees import (
     with_rows,
 )
 from spindle.run.rank_program import Flow, LinkEnd, RankProgram, RankSlot
-from spindle.run.step import Arrival, Step, Watch
+from spindle.run.step import Arrival, Step, StepTimer
 from spindle.run.world import Message, World, wait
 
 _MAX_LEAVES = 1000  # the largest number of leaves that may cross a link; each has a message tag of its own
@@ -55,11 +55,11 @@ class Transfers:
             if isinstance(instruction, Exchange)
         }
 
-    def new(self, signatures: Mapping[str, int]) -> frozenset[str]:
+    def tasks_with_new_shapes(self, signatures: Mapping[str, int]) -> frozenset[str]:
         """Tasks whose batch has a shape that was not seen before."""
         return frozenset(task for task, signature in signatures.items() if (task, signature) not in self._seen)
 
-    def remember(self, signatures: Mapping[str, int]) -> None:
+    def mark_seen(self, signatures: Mapping[str, int]) -> None:
         """Note that a step with these signatures has run."""
         self._seen.update(signatures.items())
         if len(self._seen) > _MAX_SEEN:  # on all ranks at the same time
@@ -72,7 +72,7 @@ class Transfers:
 
     def _is_new(self, step: Step, link: LinkEnd) -> bool:
         """Whether the sender first sends the metadata of a link's values."""
-        return (link.has_new_shapes or link.task in step.new) and link.cut not in step.cuts
+        return (link.has_new_shapes or link.task in step.new_shapes) and link.cut not in step.cuts
 
     def send_metadata(self, step: Step, slot: RankSlot) -> None:
         """Send the metadata of a slot's outputs, ahead of the values, to ranks that do not know it yet."""
@@ -80,11 +80,11 @@ class Transfers:
             return
         for link in slot.outputs:
             if self._is_new(step, link):
-                text = torch.frombuffer(
+                message = torch.frombuffer(
                     bytearray(meta_to_bytes(pytree_meta(step.outputs[slot.number], slot.rows))), dtype=torch.uint8
                 )
                 for flow in link.sends[False]:
-                    for part, tensor in ((_LENGTH, torch.tensor([text.numel()])), (_METADATA, text)):
+                    for part, tensor in ((_LENGTH, torch.tensor([message.numel()])), (_METADATA, message)):
                         request = self._world.send_on_host(tensor, flow.peer, self._tag(link, False, part))
                         step.sending.setdefault((link.number, False), []).append((flow.peer, request, tensor))
 
@@ -95,11 +95,11 @@ class Transfers:
         receives is unknown and must not be waited for.
         """
         if link.sends[backward]:
-            results = step.returned if backward else step.forwarded
+            results = step.input_gradients_done if backward else step.forward_done
             if (link.consumer if backward else link.producer) not in results:
                 return False
-        if backward and link.receives[True] and link.producer not in step.forwarded:
-            return False  # another member of its tensor-parallel group has sent the output, and this rank is later
+        if backward and link.receives[True] and link.producer not in step.forward_done:
+            return False  # another member of its tensor-parallel group has sent the output; this rank is not there yet
         receives, is_open = link.receives[backward], not backward and self._is_new(step, link)
         if self._world.launches_in_order and receives and is_open:
             if not wait_for_metadata:
@@ -120,12 +120,12 @@ class Transfers:
                 tensors = self._value_buffers(step, link, flow)
             arrivals.append(Arrival(flow, tensors, []))
         incoming = [self._messages_in(link, backward, arrival) for arrival in arrivals]
-        sent, received = self._world.start_exchange(sends, [message for some in incoming for message in some])
+        sent, received = self._world.start_exchange(sends, [message for messages in incoming for message in messages])
         for message, request in zip(sends, sent, strict=True):
             step.sending.setdefault((link.number, backward), []).append((message.peer, request, message.tensor))
-        left = iter(received)
+        requests = iter(received)
         for arrival, messages in zip(arrivals, incoming, strict=True):
-            arrival.requests += [next(left) for _ in messages]
+            arrival.requests += [next(requests) for _ in messages]
         if arrivals:
             step.arrivals[link.number, backward] = arrivals
         return True
@@ -226,8 +226,8 @@ class Transfers:
         for flow in link.receives[False]:
             self._received[link.number, step.signatures[link.task]] = self._receive_metadata(link, flow.peer)
 
-    def arrived(self, step: Step, link: LinkEnd, backward: bool, watch: Watch) -> list[Arrival]:
-        """Wait for what a link carries, and hand it over once."""
+    def arrived(self, step: Step, link: LinkEnd, backward: bool, timer: StepTimer) -> list[Arrival]:
+        """Wait for what a link carries, and return it. Each arrival is returned once."""
         arrivals = step.arrivals.pop((link.number, backward), [])
         # It is posted: `verify` has proved that nothing before it on its lane can still be blocked.
         assert arrivals or not link.receives[backward]
@@ -240,7 +240,7 @@ class Transfers:
             for request in arrival.requests:
                 wait(request)
         if arrivals:
-            watch.end[self._positions[link.number, backward]] = watch.now()
+            timer.end[self._positions[link.number, backward]] = timer.now()
         if self._crosses_streams:
             for tensor in (tensor for arrival in arrivals for tensor in arrival.tensors or ()):
                 release_behind_current_stream(tensor)
@@ -252,12 +252,12 @@ class Transfers:
                 self._free_sent(step, key, set())
         return arrivals
 
-    def _free_sent(self, step: Step, key: tuple[int, bool], back: set[int]) -> None:
-        """Free the buffers of completed sends. A peer that sends a gradient `back` has received the values. For other
-        sends, gloo does not tell whether they are complete."""
+    def _free_sent(self, step: Step, key: tuple[int, bool], answered: set[int]) -> None:
+        """Free the buffers of completed sends. Peers that have `answered` with a gradient have received the values. Of
+        other sends, gloo does not report whether they are complete."""
         unsent = []
         for peer, request, buffer in step.sending.pop(key, []):
-            if peer in back:
+            if peer in answered:
                 wait(request)
             elif not request.is_completed():
                 unsent.append((peer, request, buffer))
@@ -274,9 +274,9 @@ class Transfers:
     def _receive_metadata(self, link: LinkEnd, peer: int) -> PytreeMeta:
         length = torch.zeros(1, dtype=torch.int64)
         self._world.receive_on_host(length, peer, self._tag(link, False, _LENGTH))
-        text = torch.empty(int(length), dtype=torch.uint8)
-        self._world.receive_on_host(text, peer, self._tag(link, False, _METADATA))
-        return meta_from_bytes(text.numpy().tobytes())
+        message = torch.empty(int(length), dtype=torch.uint8)
+        self._world.receive_on_host(message, peer, self._tag(link, False, _METADATA))
+        return meta_from_bytes(message.numpy().tobytes())
 
 
 def cut_consumed(

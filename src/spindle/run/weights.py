@@ -49,14 +49,14 @@ class Weights:
         return {name: (self._parameters[name], slices) for name, slices in self._scattered.items()}
 
     def scatter_parameters(self) -> None:
-        """Give every parameter rank 0's value on the ranks that hold it, and free it elsewhere. A parameter of a layer
-        that no task runs is left alone."""
+        """Give the ranks that hold a parameter rank 0's value of it, and free it on all others. Parameters of layers
+        that no task runs are unchanged."""
         self._reshard(self._on_rank_0(self.sharding), self.sharding)
 
     def take_over(self, old: Weights) -> None:
         """Send parameters from the ranks that hold them under another plan to those that hold them under this one.
 
-        What this plan does not use stays with one rank, in the host's memory, which no plan counts.
+        Parameters that this plan does not use stay with one rank, in host memory, which no plan counts.
         """
         self._parameters = {**old._parameters, **self._parameters}
         self._wholes = {**old._wholes, **self._wholes}

@@ -100,7 +100,7 @@ class World:
             dist.all_reduce(torch.zeros(1, device=self.device), group=group)
         return group
 
-    def forget_groups(self) -> None:
+    def destroy_groups(self) -> None:
         """Destroy all groups except the one for control, on all ranks together, because some hold device memory. NCCL's
         are kept, for the next plan to reuse."""
         for key in [key for key in self._groups if key[0] != CONTROL and not self.uses_nccl]:
@@ -149,10 +149,10 @@ class World:
 
     def exchange(self, sends: Sequence[Message], receives: Sequence[Message]) -> None:
         """Send and receive some tensors, of the device or the host, and wait for them."""
-        on_device = [
+        of_device = [
             [message for message in messages if message.tensor.device == self.device] for messages in (sends, receives)
         ]
-        requests = [request for started in self.start_exchange(*on_device) for request in started]
+        requests = [request for started in self.start_exchange(*of_device) for request in started]
         with peers("exchanging tensors"):
             # Host tensors beside a GPU go through gloo.
             for call, messages in ((dist.irecv, receives), (dist.isend, sends)):
@@ -177,13 +177,13 @@ class World:
     def control(self) -> Any:
         return self.group(CONTROL, tuple(range(self.size)))
 
-    def start_all_gather(self, record: torch.Tensor) -> Gathering:
+    def start_all_gather(self, record: torch.Tensor) -> PendingGather:
         """Start an all-gather of every rank's record, a small tensor on the host."""
         if self.size == 1:
-            return Gathering(None, [record])
+            return PendingGather(None, [record])
         table = [torch.empty_like(record) for _ in range(self.size)]
         with peers("exchanging headers"):
-            return Gathering(dist.all_gather(table, record, group=self.control, async_op=True), table)
+            return PendingGather(dist.all_gather(table, record, group=self.control, async_op=True), table)
 
     def broadcast_object(self, value: Any, source: int = 0) -> Any:
         """Broadcast one rank's value, pickled and signed, to all ranks. Not for tensors."""
@@ -233,7 +233,7 @@ class World:
         """
         if self.size == 1:
             return
-        # Not `peers`, for which all ranks seem to wait if only some of them make this call.
+        # Not `peers`, which would record this rank as waiting for others, though they may never make this call.
         with _backend_errors(f"waiting until all ranks call {call}"):
             self._rendezvous(call, notify, limit_s)
 
@@ -320,7 +320,7 @@ def _copy_stream() -> torch.cuda.Stream:
     return torch.cuda.Stream()  # type: ignore[no-untyped-call]
 
 
-def copied_to(device: torch.device, tree: Any) -> Any:
+def to_device(device: torch.device, tree: Any) -> Any:
     """A batch on its device. Copies to a GPU run on a stream of their own, concurrently with compute; the current
     stream waits for them."""
     leaves = tree_leaves(tree)
@@ -328,7 +328,7 @@ def copied_to(device: torch.device, tree: Any) -> Any:
         return on_device(tree, device)
     copying = _copy_stream()
 
-    def copied(leaf: Any) -> Any:
+    def to_gpu(leaf: Any) -> Any:
         if not isinstance(leaf, torch.Tensor) or leaf.device == device:
             return leaf
         moved = leaf.to(device, non_blocking=True)
@@ -337,12 +337,12 @@ def copied_to(device: torch.device, tree: Any) -> Any:
         return moved
 
     with torch.cuda.stream(copying):
-        moved = tree_map(copied, tree)
+        moved = tree_map(to_gpu, tree)
     torch.cuda.current_stream().wait_stream(copying)
     return moved
 
 
-class Gathering:
+class PendingGather:
     """An all-gather of records in flight."""
 
     def __init__(self, request: Any, table: list[torch.Tensor]) -> None:

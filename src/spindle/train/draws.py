@@ -23,7 +23,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_leaves, tree_map
 
 from spindle.errors import WorkloadError
-from spindle.models import DrawWatch, fake_like, fake_mode, fake_output, host_random_state, zero_output
+from spindle.models import EffectsMode, fake_like, fake_mode, fake_output, host_random_state, zero_output
 from spindle.train.composites import replace_in_losses
 from spindle.train.task import ModuleHandle, called_module, called_part
 
@@ -164,7 +164,7 @@ class _Values:
 
     def draws(self, node: fx.Node) -> bool:
         """Whether computing a node draws random numbers."""
-        watch = DrawWatch()
+        watch = EffectsMode()
         try:
             self._fake(node, watch)
             return watch.has_drawn
@@ -177,7 +177,7 @@ class _Values:
                 self._run(node, *sources)
             return has_drawn_since(before)
 
-    def _fake(self, node: fx.Node, watch: DrawWatch | None = None) -> Any:
+    def _fake(self, node: fx.Node, watch: EffectsMode | None = None) -> Any:
         if node not in self._fakes:
             sources: Any = fx.node.map_arg((node.args, node.kwargs), self._fake)
             args, kwargs = sources

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch.utils._pytree import tree_leaves, tree_map
 
-from spindle.run import ItemCode, ItemRows, Lengths, chosen_items, cut_items
+from spindle.run import ItemCode, ItemRows, Lengths, cut_items, items_to_measure
 from spindle.train.items import Entries, item_groups, lengths_in
 from spindle.train.record import RecordedCall
 from spindle.train.trace import TracedTask
@@ -68,7 +68,7 @@ def _probe_group(
         lengths = {name: 2 * rows for name, rows in lengths.items()}
     entry = code.length_entry
     of_item = lengths[entry] if entry is not None else (1,) * num_items
-    single = chosen_items(of_item)
+    single = items_to_measure(of_item)
     first, second = single[0], single[-1]
     if first == second:
         second = next(item for item in range(num_items) if item != first)

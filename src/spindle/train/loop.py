@@ -19,7 +19,7 @@ import torch
 from spindle.data import WHOLE
 from spindle.display import seconds
 from spindle.launch import LOADING, recorder
-from spindle.run import Gathering, HostCopy, copied_to
+from spindle.run import HostCopy, PendingGather, to_device
 from spindle.train.agreement import compare, config_items, module_items
 from spindle.train.batch_source import BatchSource, MakeFeed, StepBatches, StepHeaders
 from spindle.train.config import TrainConfig
@@ -221,7 +221,7 @@ class Loop:
     def _no_batches(self) -> StepBatches:
         return [{}] * self._config.gradient_accumulation_steps
 
-    def _start_header(self, batches: StepBatches, report: Sequence[float] | None = None) -> Gathering:
+    def _start_header(self, batches: StepBatches, report: Sequence[float] | None = None) -> PendingGather:
         row = header_row(
             self._config.task_names,
             batches,
@@ -233,7 +233,7 @@ class Loop:
         )
         return self._world.start_all_gather(row)
 
-    def _wait_for_headers(self, gathering: Gathering, step: int) -> Table:
+    def _wait_for_headers(self, gathering: PendingGather, step: int) -> Table:
         """The headers of all ranks."""
         table = [row.tolist() for row in gathering.wait()]
         check_changes(table, self._calls, step)
@@ -373,8 +373,8 @@ class Loop:
             is_read = number == 0 and run.is_as_planned and self._reads_memory(step)
             with self._memory.read(runtime, update) if is_read else self._memory.counted() as read_bytes:
                 # once per batch: all trials of a sweep share one
-                on_device = {id(batch.nest): copied_to(world.device, batch.nest) for batch in read.values()}
-                losses, watch = run.executor.step(
+                on_device = {id(batch.nest): to_device(world.device, batch.nest) for batch in read.values()}
+                losses, timer = run.executor.step(
                     step,
                     {name: on_device[id(batch.nest)] for name, batch in read.items()},
                     {name: microbatch.header.signature for name, microbatch in run.microbatches.items()},
@@ -392,11 +392,11 @@ class Loop:
             if run.checks_losses:
                 checked.update(variants)
             if is_read:
-                self._times.keep_memory(watch, run.executor.program)
+                self._times.keep_memory(timer, run.executor.program)
             elif run.is_as_planned:
-                self._times.compare_compute(watch, run.executor.program, run.profile)
+                self._times.compare_compute(timer, run.executor.program, run.profile)
             if is_timed:
-                self._times.keep(step, watch, run.executor.program, run.profile)
+                self._times.keep(step, timer, run.executor.program, run.profile)
             runs.append((run, losses))
         return runs
 

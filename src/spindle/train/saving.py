@@ -39,7 +39,7 @@ from spindle.launch import recorder, variables
 from spindle.plan import Plan
 from spindle.profile import Profile
 from spindle.program import Box
-from spindle.run import Copied, Staging
+from spindle.run import StagedBytes, Staging
 from spindle.train.checkpoint_content import CheckpointContent, WrittenBox
 from spindle.train.config import Checkpoints, Planning
 from spindle.train.memory_checkpoints import MemoryCheckpoints
@@ -57,7 +57,7 @@ class _Staged:
     """A copy of what this rank writes: name, shape, box and dtype of each box, its bytes, and the non-tensor state."""
 
     boxes: tuple[tuple[str, tuple[int, ...], Box, torch.dtype], ...]
-    copied: Copied
+    copied: StagedBytes
     optimizer: OptimizerState
     data: Mapping[str, SavedLoader]
 

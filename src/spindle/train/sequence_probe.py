@@ -29,10 +29,10 @@ from spindle.run import (
     SequenceCode,
     SliceRule,
     as_leaves,
-    chosen_items,
     copied,
     cut_items,
     cut_slice,
+    items_to_measure,
     takes_gradient,
 )
 from spindle.train.item_probe import row_rule
@@ -113,7 +113,7 @@ class _Trial:
 
     def find(self) -> dict[str, SequenceCode]:
         """How the calls can be shared. Raises _NotShared if they cannot."""
-        items = chosen_items(self._of_item)
+        items = items_to_measure(self._of_item)
         if len(items) < 2:
             raise _NotShared("the items of the first batch have one length, which does not show where their tokens are")
         records = {self._of_item[item]: self._record(item) for item in dict.fromkeys([items[0], items[-2], items[-1]])}

@@ -208,7 +208,7 @@ class TrainSession:
         if self.update is not None:
             self.update.settle_copies()
         if runtime.shards is not None:
-            runtime.shards.settle()
+            runtime.shards.wait_all()
         runtime.weights.gather_parameters()
         gather_buffers(runtime, self.world)
         share_buffers(runtime.workload.bound, self.world)
@@ -239,7 +239,7 @@ class TrainSession:
             return
         if old.shards is not None:
             old.shards.release()
-        self.world.forget_groups()
+        self.world.destroy_groups()
         # From here on, slices are sent directly from the ranks of the old plan to those of the new one.
         with old.weights.in_shape():
             self._set_config(config)
@@ -304,7 +304,7 @@ class TrainSession:
         self.runtime.drop_gradients()
         self.runtime = None
         collect_all()  # frees what the plan held on the device
-        self.world.forget_groups()
+        self.world.destroy_groups()
 
     def optimizer_state(self) -> OptimizerState:
         """This rank's share of the optimizer's state."""

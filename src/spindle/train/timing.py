@@ -12,7 +12,7 @@ from spindle.launch import recorder
 from spindle.plan import setting_of
 from spindle.profile import Profile
 from spindle.program import Backward, Forward, Program
-from spindle.run import HeldBytes, Watch, World, timeline_of
+from spindle.run import HeldBytes, StepTimer, World, timeline_of
 from spindle.simulate import simulate
 from spindle.timeline import Timeline
 from spindle.train.result import FitResult
@@ -62,10 +62,10 @@ class StepTimes:
         self._step_s: list[float] = []
         self._ends_s: list[float] = []  # when this rank finished each step, since the fit began
         self._num_samples: list[int] = []
-        self._timelines: list[tuple[int, Watch, Program, Profile]] = []  # timelines with their steps
+        self._timelines: list[tuple[int, StepTimer, Program, Profile]] = []  # timelines with their steps
         self._held: tuple[HeldBytes, Program] | None = None  # memory, read in a step that is not timed
         self._num_planned = 0  # the number of steps that the fit was asked for
-        self._watched: tuple[int, Watch] | None = None  # a timed step that a GPU may not have finished
+        self._timed: tuple[int, StepTimer] | None = None  # a timed step that a GPU may not have finished
         self._sampled: frozenset[int] = frozenset()
         self._predicted: _PredictedCompute | None = None  # for the last program
         self._slowness: list[float] = []  # measured over predicted compute, step by step
@@ -87,11 +87,11 @@ class StepTimes:
     def _is_sampled(self) -> bool:
         return len(self._step_s) in self._sampled
 
-    def keep(self, step: int, watch: Watch, program: Program, profile: Profile) -> None:
+    def keep(self, step: int, timer: StepTimer, program: Program, profile: Profile) -> None:
         """Keep the times of the step that has just run."""
-        self._watched = (step, watch)
+        self._timed = (step, timer)
         if self._is_sampled:
-            self._timelines.append((step, watch, program, profile))
+            self._timelines.append((step, timer, program, profile))
 
     def wants_memory(self, step: int) -> bool:
         """Whether memory is to be read in the step that is about to run. Under each plan, one step of the second half
@@ -99,12 +99,12 @@ class StepTimes:
         is_late = len(self._step_s) >= self._num_planned // 2
         return is_late and self._held is None and not self.is_timed(step)
 
-    def keep_memory(self, watch: Watch, program: Program) -> None:
+    def keep_memory(self, timer: StepTimer, program: Program) -> None:
         """Keep the memory of the step that has just run."""
-        if watch.held is not None:
-            self._held = watch.held, program
+        if timer.held is not None:
+            self._held = timer.held, program
 
-    def compare_compute(self, watch: Watch, program: Program, profile: Profile) -> None:
+    def compare_compute(self, timer: StepTimer, program: Program, profile: Profile) -> None:
         """Compare the compute of the step that has just run with its prediction, for the process that watches the
         ranks. Not on a GPU, where only some steps are timed."""
         if self._world.device.type == "cuda":
@@ -112,7 +112,7 @@ class StepTimes:
         if self._predicted is None or self._predicted.program is not program:
             self._predicted = _predicted_compute(program, profile, self._world.rank)
         if self._predicted.time_s > 0:
-            self._slowness.append(watch.busy_s(self._predicted.positions) / self._predicted.time_s)
+            self._slowness.append(timer.busy_s(self._predicted.positions) / self._predicted.time_s)
         if len(self._slowness) == _SLOW_STEPS:
             recorder.slowness = statistics.median(self._slowness)
             self._slowness.clear()
@@ -138,15 +138,15 @@ class StepTimes:
 
     def read_busy_share(self, last_done: int) -> None:
         """Read the last timed step, if a GPU has finished it. The GPU has finished all steps before `last_done`."""
-        if self._watched is not None and self._watched[0] < last_done:
-            self.busy_share, self._watched = self._watched[1].busy_share(), None
+        if self._timed is not None and self._timed[0] < last_done:
+            self.busy_share, self._timed = self._timed[1].busy_share(), None
 
     def forget(self, *, keep_watched: bool = False) -> None:
         """Drop the timelines of an earlier plan."""
         self._timelines.clear()
         self._held = None
         if not keep_watched:
-            self._watched = None
+            self._timed = None
 
     def result(
         self,
@@ -161,7 +161,7 @@ class StepTimes:
         The measured timeline is that of a typical step, on rank 0."""
         world = self._world
         oversubscribed = min(profile.host_rates, default=1.0) < 1
-        spans = world.gather_objects([watch.spans() for _, watch, _, _ in self._timelines])
+        spans = world.gather_objects([timer.spans() for _, timer, _, _ in self._timelines])
         held = world.gather_objects(None if self._held is None else self._held[0])
         has_memory = all(of_rank is not None for of_rank in held)
         measured = None

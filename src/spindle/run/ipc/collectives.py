@@ -141,13 +141,13 @@ class Collectives:
         """Reduce, for each of several outputs, what all ranks have for this rank."""
         for output, inputs in pairs:
             target, sources = output.data.view(-1), [source.data.view(-1) for source in inputs]
-            most = job.backend.half_bytes[-1] // self._size // target.element_size()
+            max_elements = job.backend.half_bytes[-1] // self._size // target.element_size()
             whole = _end_to_end(sources)
             place = None if whole is None else self._known_place(job.backend, whole)
             source = None if whole is None else flat_bytes(whole)
             first = 0
             while first < target.numel():
-                last = min(first + most, target.numel())
+                last = min(first + max_elements, target.numel())
                 stage = _staging([source[first:last] for source in sources])
                 num_bytes = self._size * (last - first) * target.element_size()
                 parts = yield from self._run_round(job, num_bytes, stage, source, place)
@@ -155,7 +155,9 @@ class Collectives:
                     last = target.numel()
                 # What is staged has the slices for all ranks end to end; what is in place has the tensors. Piece by
                 # piece, because some reductions take a copy of what they reduce.
-                for begin, end in ((first + start, first + stop) for start, stop in _chunks(last - first, most)):
+                for begin, end in (
+                    (first + start, first + stop) for start, stop in _chunks(last - first, max_elements)
+                ):
                     begins = [
                         self._rank * target.numel() + begin
                         if is_in_place
@@ -179,14 +181,14 @@ class Collectives:
     def all_reduce(self, job: Job, tensors: list[torch.Tensor], reduction: Reduction, is_mean: bool) -> Steps:
         for tensor in tensors:
             rest = tensor.data.view(-1)
-            most = job.backend.half_bytes[-1] // rest.element_size()
+            max_elements = job.backend.half_bytes[-1] // rest.element_size()
             place = self._known_place(job.backend, rest)
             while rest.numel():
-                chunk = rest[:most]
+                chunk = rest[:max_elements]
                 if _num_bytes(chunk) <= _ONE_ROUND_BYTES:
                     parts = yield from self._run_round(job, _num_bytes(chunk), _staging([chunk]))
                     _reduce_parts(chunk, parts, [0] * self._size, reduction, is_mean)
-                    rest, place = rest[most:], _advance_place(place, _num_bytes(chunk))
+                    rest, place = rest[max_elements:], _advance_place(place, _num_bytes(chunk))
                     continue
                 parts = yield from self._run_round(job, _num_bytes(chunk), _staging([chunk]), flat_bytes(rest), place)
                 # Where all ranks are read in place, no staging segment limits the size.
@@ -279,14 +281,14 @@ class Collectives:
         if not num_bytes:
             return Parts([], [])
         places = [self._published_place(rank, parity) for rank in range(self._size)]
-        number_of_segment = self._segments.number_for_collectives(backend, kind)
+        segment_number = self._segments.number_for_collectives(backend, kind)
         parts = []
         for rank, published in enumerate(places):
             if rank == self._rank:
                 assert source is not None
                 parts.append(source)
             elif published is None:
-                parts.append(self._segments.of(rank, backend, number_of_segment)[staged])
+                parts.append(self._segments.of(rank, backend, segment_number)[staged])
             else:
                 parts.append(self._segments.at(rank, backend, published))
         return Parts(parts, [published is not None for published in places])
@@ -375,8 +377,8 @@ def _copy_all(targets: list[torch.Tensor], sources: list[torch.Tensor]) -> None:
             target.copy_(source)
 
 
-def _chunks(size: int, most: int) -> Iterator[tuple[int, int]]:
-    return ((first, min(first + most, size)) for first in range(0, size, most))
+def _chunks(size: int, max_size: int) -> Iterator[tuple[int, int]]:
+    return ((first, min(first + max_size, size)) for first in range(0, size, max_size))
 
 
 def _num_bytes(tensor: torch.Tensor) -> int:

@@ -20,7 +20,7 @@ _AT_LEAST = 0  # a wait ends when the word, as a signed difference, has reached 
 _SM_RESOURCE = 1  # CU_DEV_RESOURCE_TYPE_SM
 _DEFAULT_STREAM = 1  # CU_GREEN_CTX_DEFAULT_STREAM, without which no green context is created
 _NON_BLOCKING = 1  # CU_STREAM_NON_BLOCKING
-_MOST_GROUPS = 1024
+_MAX_GROUPS = 1024
 
 
 class _Handle(ctypes.Structure):
@@ -121,10 +121,10 @@ class Driver:
 
     def split_sms(self, device: int) -> tuple[list[SmResource], SmResource]:
         """The SMs of a device in equal groups, the smallest that the driver grants, and the remaining SMs."""
-        whole, rest, count = SmResource(), SmResource(), ctypes.c_uint(_MOST_GROUPS)
+        whole, rest, count = SmResource(), SmResource(), ctypes.c_uint(_MAX_GROUPS)
         self._call("cuDeviceGetDevResource", self._device(device), ctypes.byref(whole), ctypes.c_int(_SM_RESOURCE))
-        flags, least = ctypes.c_uint(0), ctypes.c_uint(1)
-        groups = (SmResource * _MOST_GROUPS)()
+        flags, min_count = ctypes.c_uint(0), ctypes.c_uint(1)
+        groups = (SmResource * _MAX_GROUPS)()
         self._call(
             "cuDevSmResourceSplitByCount",
             groups,
@@ -132,7 +132,7 @@ class Driver:
             ctypes.byref(whole),
             ctypes.byref(rest),
             flags,
-            least,
+            min_count,
         )
         return list(groups[: count.value]), rest
 

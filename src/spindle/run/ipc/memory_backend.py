@@ -128,12 +128,12 @@ class Segments:
         return backend.number * 2 * _KINDS + kind
 
     def for_collectives(self, backend: MemoryBackend, kind: int, num_bytes: int) -> int:
-        return self._ours(backend, self.number_for_collectives(backend, kind), num_bytes)
+        return self._own_segment(backend, self.number_for_collectives(backend, kind), num_bytes)
 
     def for_messages(self, backend: MemoryBackend, kind: int, num_bytes: int) -> int:
-        return self._ours(backend, (backend.number * 2 + 1) * _KINDS + kind, num_bytes)
+        return self._own_segment(backend, (backend.number * 2 + 1) * _KINDS + kind, num_bytes)
 
-    def _ours(self, backend: MemoryBackend, number: int, num_bytes: int) -> int:
+    def _own_segment(self, backend: MemoryBackend, number: int, num_bytes: int) -> int:
         """Allocate a segment of this rank on its first use, and publish its handle."""
         if (self._control.rank, number) not in self._tensors:
             tensor, handle = backend.allocate(num_bytes)
@@ -153,7 +153,7 @@ class Segments:
             self._tensors[rank, number] = backend.attach(self._control.pid(rank), tuple(handle), num_bytes)
         return self._tensors[rank, number]
 
-    def forget(self) -> None:
+    def clear(self) -> None:
         self._tensors.clear()
         self._placed.clear()
 

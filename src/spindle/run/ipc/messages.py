@@ -48,7 +48,7 @@ class _Message:
     offset: int = 0
 
     @property
-    def left(self) -> int:
+    def remaining(self) -> int:
         return self.flat.numel() - self.offset
 
     def next_part(self, num_bytes: int) -> torch.Tensor:
@@ -126,21 +126,21 @@ class Messages:
 
     def advance(self) -> bool:
         """Advance as far as possible without waiting. Returns whether another call may advance further."""
-        moving = False
+        has_advanced = False
         for peer in tuple(self._active):
             pair = self._pairs[peer]
             if pair.unacknowledged or pair.sending or pair.sends:
-                moving |= self._advance_sends(peer, pair)
+                has_advanced |= self._advance_sends(peer, pair)
             if pair.receives or pair.expected:
-                moving |= self._advance_receives(peer, pair)
-            moving |= self._publish_waiting(peer, pair)
+                has_advanced |= self._advance_receives(peer, pair)
+            has_advanced |= self._publish_waiting(peer, pair)
         if self._notified:
             self._control.fence()
             for peer in self._notified:
                 if self._control.words[self._control.pair(peer, self._control.rank) + WAITING]:
                     self._control.ring(peer)
             self._notified.clear()
-        return moving
+        return has_advanced
 
     def _publish_waiting(self, peer: int, pair: _Pair) -> bool:
         """Publish whether this rank waits for a peer, which then wakes it. Returns whether it starts to wait: then it
@@ -189,7 +189,7 @@ class Messages:
 
     def _stage(self, peer: int, pair: _Pair, own_row: int, num_free: int) -> bool:
         """Stage chunks while slots are free. Messages take turns, so that a small one need not wait for a large one."""
-        moved = False
+        has_advanced = False
         num_stuck = 0
         while num_stuck < len(pair.sending) and num_free > 0:
             message = pair.sending.popleft()
@@ -203,30 +203,30 @@ class Messages:
             pair.num_sent += 1
             self._control.words[own_row + SENT] = pair.num_sent
             self._notified.add(peer)
-            num_free, num_stuck, moved = num_free - 1, 0, True
+            num_free, num_stuck, has_advanced = num_free - 1, 0, True
             if not message.job.is_done():
-                if message.left:
+                if message.remaining:
                     pair.sending.append(message)
                 else:
                     message.job.finish()
-        return moved
+        return has_advanced
 
-    def _stage_chunk(self, message: _Message, slot: _Slot, note: int) -> None:
-        backend, whole = message.job.backend, message.flat.numel()
+    def _stage_chunk(self, message: _Message, slot: _Slot, header: int) -> None:
+        backend, message_bytes = message.job.backend, message.flat.numel()
         message.job.begin()
         if slot.reader >= 0:
             backend.wait_signals({slot.reader: slot.signal})
-        num_bytes = min(slot.num_bytes, message.left)
+        num_bytes = min(slot.num_bytes, message.remaining)
         place = self._segments.of(self._control.rank, backend, slot.segment)[slot.offset : slot.offset + num_bytes]
         place.copy_(message.next_part(num_bytes))
-        words = (message.post, slot.segment, slot.offset, num_bytes, whole, backend.signal())
+        words = (message.post, slot.segment, slot.offset, num_bytes, message_bytes, backend.signal())
         for offset, word in enumerate(words):
-            self._control.words[note + offset] = word
+            self._control.words[header + offset] = word
 
     def _free_slot(self, message: _Message) -> _Slot | None:
         backend = message.job.backend
         largest = len(backend.slots) - 1
-        kind = next((index for index, (_, size) in enumerate(backend.slots) if message.left <= size), largest)
+        kind = next((index for index, (_, size) in enumerate(backend.slots) if message.remaining <= size), largest)
         count, num_bytes = backend.slots[kind]
         segment = self._segments.for_messages(backend, kind, count * num_bytes)
         if segment not in self._slots:
@@ -234,7 +234,7 @@ class Messages:
         return self._slots[segment].popleft() if self._slots[segment] else None
 
     def _advance_receives(self, peer: int, pair: _Pair) -> bool:
-        moved = False
+        has_advanced = False
         words, rank = self._control.words, self._control.rank
         own_row, peer_row = self._control.pair(rank, peer), self._control.pair(peer, rank)
         num_taken = words[peer_row + TAKEN]
@@ -246,26 +246,26 @@ class Messages:
             pair.num_posted += 1
             words[own_row + POSTED] = pair.num_posted
             self._notified.add(peer)
-            moved = True
+            has_advanced = True
         for number in range(pair.num_acknowledged, words[peer_row + SENT]):
             place = peer_row + CHUNKS + number % RING * CHUNK_WORDS
-            post, segment, offset, num_bytes, whole, signal = words[place : place + CHUNK_WORDS]
+            post, segment, offset, num_bytes, message_bytes, signal = words[place : place + CHUNK_WORDS]
             message = pair.expected[post]
             copied, error = 0, None  # the signal behind the copy
-            if whole == message.flat.numel():
+            if message_bytes == message.flat.numel():
                 if not message.job.is_ready():
                     break
                 copied = self._copy_chunk(message, peer, segment, slice(offset, offset + num_bytes), signal)
             else:
-                error = self._unequal(peer, whole, message)
-            if error or not message.left:
+                error = self._unequal(peer, message_bytes, message)
+            if error or not message.remaining:
                 del pair.expected[post]
                 message.job.finish(error)
             words[own_row + ACKNOWLEDGEMENTS + number % RING] = copied
             words[own_row + ACKNOWLEDGED] = pair.num_acknowledged = number + 1
             self._notified.add(peer)
-            moved = True
-        return moved
+            has_advanced = True
+        return has_advanced
 
     def _copy_chunk(self, message: _Message, peer: int, segment: int, place: slice, signal: int) -> int:
         backend = message.job.backend

@@ -208,7 +208,7 @@ class ShmControl:
         poll.register(pidfd, select.POLLIN)
         return not poll.poll(0)
 
-    def give_up_on(self, rank: int) -> None:
+    def release_waiters_of(self, rank: int) -> None:
         """Release everything that waits for a signal of a dead rank."""
         self.words[self.row(rank) + SIGNAL] = GONE
 

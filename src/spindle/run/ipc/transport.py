@@ -41,12 +41,12 @@ class Transport:
         self._segments = Segments(control)
         self.messages = Messages(control, self._segments, names)
         self.collectives = Collectives(control, self._segments, names)
-        self._work = threading.Lock()  # held by the thread that advances jobs
+        self._advance_lock = threading.Lock()  # held by the thread that advances jobs
         self._entered: list[tuple[MemoryBackend, Any]] = []
         self._next_check_s = 0.0
         self._num_started = self._num_ended = 0
         self._callbacks: deque[Callable[[], None]] = deque()
-        self._state = threading.Lock()  # held briefly; guards the attributes below
+        self._state_lock = threading.Lock()  # held briefly; guards the attributes below
         self._submitted: deque[tuple[Job, Callable[[], None]]] = deque()
         self._backends: dict[str, MemoryBackend] = {}
         self._num_waiters = 0
@@ -83,13 +83,13 @@ class Transport:
                 # Read the doorbell before looking at jobs: if a peer rings while they are advanced, the value differs
                 # from `seen` and `sleep` returns at once. The other way round a ring could be lost.
                 seen = self._control.doorbell()
-                with self._work:
+                with self._advance_lock:
                     self._step(num_other_waiters=self._num_waiters - 1)
-                self._call()
-                left_s = _CHECK_S if end_s is None else min(_CHECK_S, end_s - time.monotonic())
-                if job.is_done() or left_s < 0:
+                self._run_callbacks()
+                remaining_s = _CHECK_S if end_s is None else min(_CHECK_S, end_s - time.monotonic())
+                if job.is_done() or remaining_s < 0:
                     return job.is_done()
-                self._control.sleep(seen, left_s, as_waiter=True)
+                self._control.sleep(seen, remaining_s, as_waiter=True)
         finally:
             self._count_waiters(-1)
             if self._num_started > self._num_ended:
@@ -97,7 +97,7 @@ class Transport:
 
     def leave(self) -> None:
         """Finish what other ranks still read from this rank, and end the background thread."""
-        with self._state:
+        with self._state_lock:
             self._leaving, thread = True, self._thread
         if thread is None:
             self._close()
@@ -117,7 +117,7 @@ class Transport:
         self._callbacks.extend(callbacks)
 
     def _backend(self, device: torch.device) -> MemoryBackend:
-        with self._state:
+        with self._state_lock:
             if device.type not in self._backends:
                 self._backends[device.type] = (
                     HostMemoryBackend() if device.type == "cpu" else CudaMemoryBackend(self._control, device)
@@ -125,7 +125,7 @@ class Transport:
             return self._backends[device.type]
 
     def _submit(self, job: Job, add: Callable[[], None]) -> None:
-        with self._state:
+        with self._state_lock:
             if self._leaving:
                 raise RuntimeError(str(self._error or "this process has left the group"))
             self._submitted.append((job, add))
@@ -134,38 +134,38 @@ class Transport:
                 self._thread = threading.Thread(target=self._run, name="spindle transport", daemon=True)
                 self._thread.start()
         # Advance here if no other thread does: most sends can be staged right away, and waking a thread takes longer.
-        if self._work.acquire(blocking=False):
+        if self._advance_lock.acquire(blocking=False):
             try:
                 self._step(num_other_waiters=self._num_waiters)
             finally:
-                self._work.release()
-            self._call()
+                self._advance_lock.release()
+            self._run_callbacks()
         else:
             self._control.ring(self._control.rank)  # the thread that advances jobs looks again
 
     def _count_waiters(self, more: int) -> None:
-        with self._state:
+        with self._state_lock:
             self._num_waiters += more
             self._control.words[self._control.row(self._control.rank) + WAITERS] = self._num_waiters
 
-    # Advancing jobs. Called by the thread that holds `_work`.
+    # Advancing jobs. Called by the thread that holds `_advance_lock`.
 
     def _run(self) -> None:
         """The loop of the background thread."""
         while True:
             seen = self._control.doorbell()
             if not self._num_waiters:
-                with self._work:
+                with self._advance_lock:
                     self._step(num_other_waiters=self._num_waiters)
                     leaving = self._leaving and not (self._error is None and self._is_needed())
-                self._call()
+                self._run_callbacks()
                 if leaving:
                     break
             self._control.sleep(seen, _CHECK_S, as_waiter=False)
-        with self._work:
-            self._drop(str(self._error or "this process has left the group"))
+        with self._advance_lock:
+            self._fail_pending(str(self._error or "this process has left the group"))
             self._close()
-        self._call()
+        self._run_callbacks()
 
     def _step(self, num_other_waiters: int) -> None:
         """Advance all jobs, and wake other waiting threads if any job was finished or has failed."""
@@ -179,7 +179,7 @@ class Transport:
                 self._next_check_s = time.monotonic() + _CHECK_S
         except BaseException as error:  # fail pending jobs, which would otherwise never finish
             self._error = error if isinstance(error, RuntimeError) else RuntimeError(repr(error))
-            self._drop(str(self._error))
+            self._fail_pending(str(self._error))
             if not isinstance(error, Exception):
                 raise
         finally:
@@ -197,7 +197,7 @@ class Transport:
 
     def _advance(self) -> None:
         while True:
-            with self._state:
+            with self._state_lock:
                 while self._submitted:
                     self._submitted.popleft()[1]()
             self._enter()
@@ -207,8 +207,8 @@ class Transport:
             if not self._submitted:
                 return
 
-    def _call(self) -> None:
-        """Run callbacks of finished jobs, without holding `_work`, because they may start new jobs."""
+    def _run_callbacks(self) -> None:
+        """Run callbacks of finished jobs, without holding `_advance_lock`, because they may start new jobs."""
         while self._callbacks:
             try:
                 callback = self._callbacks.popleft()
@@ -228,12 +228,12 @@ class Transport:
             self._is_computing()
             or self.collectives.waits_for_device
             or bool(self.collectives.waited_for())
-            or any(map(self._is_there, self.messages.readers()))
+            or any(map(self._is_reachable, self.messages.readers()))
         )
 
     # Detection of ranks that are gone.
 
-    def _is_there(self, rank: int) -> bool:
+    def _is_reachable(self, rank: int) -> bool:
         return not self._control.is_closed(rank) and self._control.is_alive(rank)
 
     def _waited_for(self) -> set[int]:
@@ -251,25 +251,25 @@ class Transport:
             return
         # Enqueued work may wait for the signal of a rank that died before its GPU got there.
         cut_off = set(filter(control.is_cut_off, range(control.size)))
-        lost_ranks = {rank for rank in waited if not self._is_there(rank)} | (cut_off if computing else set())
+        lost_ranks = {rank for rank in waited if not self._is_reachable(rank)} | (cut_off if computing else set())
         if lost_ranks:
             self._advance()  # a rank may have done its part between our last step and its end
             lost_ranks &= self._waited_for() | cut_off
         for rank in cut_off:
-            control.give_up_on(rank)
+            control.release_waiters_of(rank)
         if lost_ranks:
             first = min(cut_off or lost_ranks)  # the others may have left because of it
-            how = "has ended" if first in cut_off else "has left the group"
-            raise RuntimeError(f"{self._names[first]} (process {control.pid(first)}) {how}")
+            what = "has ended" if first in cut_off else "has left the group"
+            raise RuntimeError(f"{self._names[first]} (process {control.pid(first)}) {what}")
         now_s = time.monotonic()
         for job in self._jobs():
             if now_s > job.deadline_s:
                 awaited = ", ".join(self._names[rank] for rank in sorted(self._waited_for()))
                 raise RuntimeError(f"{job.name} timed out after {self._timeout_s:g} s, waiting for {awaited}")
 
-    def _drop(self, why: str) -> None:
+    def _fail_pending(self, why: str) -> None:
         """Fail all pending jobs; later ones are refused."""
-        with self._state:
+        with self._state_lock:
             self._leaving = True
             jobs = [job for job, _ in self._submitted]
             self._submitted.clear()
@@ -291,25 +291,25 @@ class Transport:
             if gpu is not None and self._error is None:
                 gpu.enter()
                 gpu.release()
-            self._segments.forget()
+            self._segments.clear()
             control.words[control.row(control.rank) + CLOSED] = LEFT if self._error is None else FAILED
             control.ring_all()
-            have_left = self._error is None and self._backends and self._have_others_left()
+            others_left = self._error is None and self._backends and self._wait_for_others_to_leave()
             if host is not None:
                 host.close()
-            if gpu is not None and have_left:
+            if gpu is not None and others_left:
                 gpu.close()
         finally:
             control.close()
 
-    def _have_others_left(self) -> bool:
+    def _wait_for_others_to_leave(self) -> bool:
         """Wait until all other ranks have left, up to a limit. Returns whether they have."""
         end_s = time.monotonic() + _LEAVE_S
         peers = [rank for rank in range(self._control.size) if rank != self._control.rank]
-        while any(map(self._is_there, peers)):
+        while any(map(self._is_reachable, peers)):
             if time.monotonic() > end_s:
                 return False
             seen = self._control.doorbell()
-            if any(map(self._is_there, peers)):
+            if any(map(self._is_reachable, peers)):
                 self._control.sleep(seen, _CHECK_S, as_waiter=False)
         return True
