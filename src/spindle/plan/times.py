@@ -90,7 +90,16 @@ def pass_times(
         (number, kind), (source, source_kind) = order[violation[0]], order[violation[1]]
         raise PlanError(f"the {kind} of slot {number} comes before the {source_kind} of slot {source}")
     curves = [profile.curve(op, setting) for op in ops]
-    duration_s = [pass_s(slots[number], kind, curves[number], setting.recompute[ops[number]]) for number, kind in order]
+    known: dict[tuple[int, str, int, int, int, bool], float] = {}  # microbatches have many passes that are alike
+
+    def duration(number: int, kind: str) -> float:
+        slot, curve, recompute = slots[number], curves[number], setting.recompute[ops[number]]
+        key = id(curve), kind, len(slot.devices), slot.num_layers, slot.recomputed, recompute
+        if key not in known:
+            known[key] = pass_s(slot, kind, curve, recompute)
+        return known[key]
+
+    duration_s = [duration(number, kind) for number, kind in order]
     # Slots on the same devices and lane are one group.
     groups: dict[tuple[tuple[int, ...], int], int] = {}
     group_of = [groups.setdefault((slot.devices, slot.lane), len(groups)) for slot in slots]

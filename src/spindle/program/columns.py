@@ -69,7 +69,7 @@ class InstructionColumns:
 
 
 def columns_of(instructions: Sequence[Instruction]) -> InstructionColumns:
-    kind = np.array([_KIND_OF[type(instruction)] for instruction in instructions], dtype=np.int64)
+    kind = np.array([*map(_KIND_OF.__getitem__, map(type, instructions))], dtype=np.int64)
     index = np.array([_INDEX_OF[type(instruction)](instruction) for instruction in instructions], dtype=np.int64)
     first, last = np.zeros_like(kind), np.zeros_like(kind)
     makes_inputs, makes_weights, is_backward = (np.zeros(len(kind), dtype=bool) for _ in range(3))
@@ -174,12 +174,8 @@ def sorted_unique(num_numbers: int, *columns: Column | Sequence[int]) -> Column:
 
 def unique_objects(items: Iterable[T]) -> tuple[list[T], Column]:
     """The distinct objects (by identity) among items, and for each item the position of its object."""
-    number_of: dict[int, int] = {}
-    objects: list[T] = []
-    numbers = []
-    for item in items:
-        number = number_of.setdefault(id(item), len(objects))
-        if number == len(objects):
-            objects.append(item)
-        numbers.append(number)
-    return objects, np.array(numbers, dtype=np.int64)
+    listed = list(items)
+    ids = [*map(id, listed)]
+    objects = list(dict(zip(ids, listed, strict=True)).values())
+    number_of = {id(item): number for number, item in enumerate(objects)}
+    return objects, np.array([*map(number_of.__getitem__, ids)], dtype=np.int64)

@@ -102,8 +102,9 @@ def ordered(passes: Passes, caps: Column, levels: Sequence[int], num_levels: int
         if room.min() < 0:
             continue
         timed = lean
+        order: Order | None = None
         for _ in range(_REPEATS):
-            order = _order(passes, caps, room, lean, timed, memory, edges, queues, steps)
+            order = _order(passes, caps, room, lean, timed, memory, edges, queues, steps, order)
             if order is None:
                 break
             if best is None or order.makespan_ns < best.makespan_ns:
@@ -124,9 +125,10 @@ def _order(
     edges: tuple[Column, ...],
     queues: tuple[Column, Column],
     steps: tuple[Column, Column, Column],
+    before: Order | None,
 ) -> Order | None:
-    """One order: with the times of the choices `timed`, while parts have `room` for the memory of the choices `lean`,
-    and then with more than these."""
+    """One order: with the times of the choices `timed`, those of the order `before` if there is one, while parts have
+    `room` for the memory of the choices `lean`, and then with more than these."""
     start = np.full(passes.num_passes, -1, dtype=np.int64)
     sequence = np.empty(passes.num_passes, dtype=np.int64)
     of_passes = passes.entity, passes.kind
@@ -135,7 +137,6 @@ def _order(
         passes.count,
         *of_passes,
         passes.is_part,
-        passes.key,
         _durations(passes, timed),
         memory,
         *edges,
@@ -147,6 +148,8 @@ def _order(
     )
     if count < passes.num_passes:
         return None
+    if before is not None and np.array_equal(sequence, before.passes):
+        return before
     choice, peak = lean.copy(), np.zeros(passes.num_devices, dtype=np.int64)
     starts = np.concatenate([[0], np.cumsum(passes.count)])
     places = np.full((int(starts[-1]), 3), -1, dtype=np.int64)
@@ -256,27 +259,46 @@ def _note(change, begin, places, memory, copied, recomputed):
 def _hold(live, begin, places, memory, copied, recomputed):
     """The same to what is held at each place."""
     first, last, released, fetched, cut = _held(begin, places)
-    for place in range(first, last):
-        live[place] += memory
-    for place in range(first, released if copied else first):
-        live[place] += copied
-    for place in range(fetched if copied else last, last):
-        live[place] += copied
-    for place in range(cut if recomputed else last, last):
-        live[place] += recomputed
+    _add(live, first, last, memory)
+    if copied:
+        _add(live, first, released, copied)
+        _add(live, fetched, last, copied)
+    if recomputed:
+        _add(live, cut, last, recomputed)
 
 
 @njit(inline="always")
 def _fits(live, begin, places, memory, copied, recomputed, cap):
     """Whether a device would hold at most `cap` with what `_hold` adds."""
     first, last, released, fetched, cut = _held(begin, places)
-    place = first
-    while place < last:
-        more = memory + (0 if released <= place < fetched else copied) + (recomputed if place >= cut else 0)
-        if live[place] > cap - more:
-            break
-        place += 1
-    return place == last
+    room = cap - memory
+    if copied == 0 and recomputed == 0:
+        return _most(live, first, last) <= room
+    if released == last:  # copied to the host at no place
+        released = fetched = cut
+    return (
+        _most(live, first, released) <= room - copied
+        and _most(live, released, fetched) <= room
+        and _most(live, fetched, cut) <= room - copied
+        and _most(live, cut, last) <= room - copied - recomputed
+    )
+
+
+# Views that begin at 0 make these loops vector instructions.
+@njit(inline="always")
+def _add(live, begin, end, change):
+    held = live[begin:end]
+    for place in range(len(held)):
+        held[place] += change
+
+
+@njit(inline="always")
+def _most(live, begin, end):
+    held = live[begin:end]
+    most = np.int64(-(2**62))
+    for place in range(len(held)):
+        most = max(most, held[place])
+    return most
 
 
 @njit(cache=True, nogil=True)
@@ -343,6 +365,27 @@ def _expected(number, start, duration, need_starts, need_of, need_ns, waiting, r
     return ready[number] + behind
 
 
+@njit(inline="always")
+def _insert(values, begin, length, value):
+    """Puts a value into falling values."""
+    place = begin + length
+    while place > begin and values[place - 1] < value:
+        values[place] = values[place - 1]
+        place -= 1
+    values[place] = value
+
+
+@njit(inline="always")
+def _remove(values, begin, length, value):
+    """Takes a value out of falling values."""
+    place = begin + length - 1
+    while values[place] != value:
+        place -= 1
+    while place < begin + length - 1:
+        values[place] = values[place + 1]
+        place += 1
+
+
 @njit(cache=True, nogil=True)
 def _walk(
     first,
@@ -350,7 +393,6 @@ def _walk(
     entity_of,
     kind_of,
     is_part,
-    key,
     duration,
     memory,
     need_starts,
@@ -371,7 +413,6 @@ def _walk(
     waiting = need_starts[1:] - need_starts[:-1]
     ready = np.zeros(num_passes, np.int64)
     busy = np.zeros(num_devices, np.int64)
-    low = queue_starts[:-1].copy()
     used = np.zeros(num_devices, np.int64)
     never = np.int64(2**62)
     # An idle device looks at its queue again at `wake`: when one of its passes may begin, or when a device that it
@@ -384,6 +425,28 @@ def _walk(
         for member in range(first[entity], last + 1):
             first_peer[member] = min(first_peer[member], first[entity])
             last_peer[member] = max(last_peer[member], last)
+    # By device, falling: the places in its queue of passes that wait for no other and have not begun. `place_of`
+    # [members of entities, kinds] is where a pass stands in the queues of its devices.
+    members = np.zeros(len(first) + 1, np.int64)
+    members[1:] = np.cumsum(count)
+    place_of = np.empty((members[-1], 3), np.int64)
+    open_places = np.empty(len(queue), np.int64)
+    num_open = np.zeros(num_devices, np.int64)
+    stage_places = np.empty(len(queue), np.int64)  # of all stages; `low` is the first of a device that has not begun
+    num_stages = np.zeros(num_devices, np.int64)
+    low = queue_starts[:-1].copy()
+    for device in range(num_devices):
+        for place in range(queue_starts[device + 1] - 1, queue_starts[device] - 1, -1):
+            number = queue[place]
+            entity = entity_of[number]
+            place_of[members[entity] + device - first[entity], kind_of[number]] = place
+            if waiting[number] == 0:
+                open_places[queue_starts[device] + num_open[device]] = place
+                num_open[device] += 1
+        for place in range(queue_starts[device], queue_starts[device + 1]):
+            if not is_part[entity_of[queue[place]]]:
+                stage_places[queue_starts[device] + num_stages[device]] = place
+                num_stages[device] += 1
     now = np.int64(0)
     done = 0
     while done < num_passes:
@@ -394,23 +457,26 @@ def _walk(
                 if wake[device] > now or busy[device] > now:
                     continue
                 wake[device] = never
-                while low[device] < queue_starts[device + 1] and start[queue[low[device]]] >= 0:
+                # The first stage that waits for others.
+                begin, end = queue_starts[device], queue_starts[device] + num_stages[device]
+                while low[device] < end and start[queue[stage_places[low[device]]]] >= 0:
                     low[device] += 1
+                late = low[device]
+                while late < end and waiting[queue[stage_places[late]]] == 0:
+                    late += 1
+                expected = stage_places[late] if foresees and late < end else queue_starts[device + 1]
                 hold = never
                 hold_parts = never
                 is_full = False
-                for place in range(low[device], queue_starts[device + 1]):
+                for entry in range(begin + num_open[device] - 1, begin - 1, -1):
+                    place = open_places[entry]
                     number = queue[place]
-                    if start[number] >= 0:
-                        continue
-                    if waiting[number] > 0:
-                        if foresees and hold_parts == never and not is_part[entity_of[number]]:
-                            hold_parts = _expected(
-                                number, start, duration, need_starts, need_of, need_ns, waiting, ready
-                            )
-                            if hold_parts > now:
-                                wake[device] = min(wake[device], hold_parts)
-                        continue
+                    if hold_parts == never and expected < place:
+                        hold_parts = _expected(
+                            queue[expected], start, duration, need_starts, need_of, need_ns, waiting, ready
+                        )
+                        if hold_parts > now:
+                            wake[device] = min(wake[device], hold_parts)
                     entity = entity_of[number]
                     is_gated = is_part[entity] and kind_of[number] == FORWARD
                     if is_gated:
@@ -438,6 +504,9 @@ def _walk(
                     end = now + duration[number]
                     for member in range(first[entity], first[entity] + count[entity]):
                         busy[member] = end
+                        own = place_of[members[entity] + member - first[entity], kind_of[number]]
+                        _remove(open_places, queue_starts[member], num_open[member], own)
+                        num_open[member] -= 1
                         if is_part[entity]:
                             used[member] += memory[entity] if kind_of[number] == FORWARD else -memory[entity]
                         for peer in range(first_peer[member], last_peer[member] + 1):
@@ -450,6 +519,9 @@ def _walk(
                             entity = entity_of[follower]
                             for member in range(first[entity], first[entity] + count[entity]):
                                 wake[member] = min(wake[member], ready[follower])
+                                own = place_of[members[entity] + member - first[entity], kind_of[follower]]
+                                _insert(open_places, queue_starts[member], num_open[member], own)
+                                num_open[member] += 1
                     has_started = True
                     break
         next_time = never

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from itertools import product
 
 import numpy as np
@@ -165,15 +165,48 @@ class Setting:
         return f"parts{blocks} {how_far} ahead, backward {'last' if self.lag >= EVERYTHING else f'{self.lag} behind'}"
 
 
+@dataclass(slots=True, kw_only=True, eq=False)
+class ReplicaTables:
+    """A replica, and what all its orders are made from, whatever the budgets: derived once."""
+
+    profile: Profile
+    layout: Layout
+    replica: Replica
+    _templates: dict[tuple[int, int], Template] = field(default_factory=dict)
+    _devices: dict[tuple[int, int, bool], list[tuple[int, int]]] = field(default_factory=dict)
+
+    def template(self, slack: int, num_split: int) -> Template:
+        key = slack, num_split
+        if key not in self._templates:
+            self._templates[key] = template_of(self.profile, self.layout, self.replica, *key)
+        return self._templates[key]
+
+    def devices(
+        self, groups: bool, in_turn: bool, block: int, seen: Seen | None, longest: int
+    ) -> list[tuple[int, int]]:
+        """The devices of parts (`assigned_parts`)."""
+        key = block, longest, groups
+        devices = self._devices.get(key) if seen is None else None
+        if devices is None:
+            devices = assigned_parts(self.profile, self.layout, self.replica, groups, in_turn, block, seen, longest)
+        if seen is None:
+            self._devices[key] = devices
+        return devices
+
+
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Scheduled:
     """Orders of all replicas of a layout, and the number of blocks, `ahead` and `lag` of each."""
 
     layout: Layout
-    replicas: tuple[Replica, ...]
+    tables: tuple[ReplicaTables, ...]  # by replica
     assigned: tuple[tuple[tuple[int, int], ...], ...]
     orders: tuple[Order, ...]
-    settings: tuple[Setting, ...]  # by replica
+    settings: tuple[Setting, ...]
+
+    @property
+    def replicas(self) -> list[Replica]:
+        return [each.replica for each in self.tables]
 
     @property
     def makespan_ns(self) -> int:
@@ -342,19 +375,20 @@ def schedule_parts(
     rules: Rules,
     budgets: Sequence[Column] | None = None,
     known: Known | None = None,
-    replicas: Sequence[Replica] | None = None,
+    tables: Sequence[ReplicaTables] | None = None,
     settings: Sequence[Setting] | None = None,
 ) -> Scheduled:
     """The shortest schedule of each replica over what the rules leave open, or with the settings of an earlier one,
     under activation budgets by device."""
-    if replicas is None:
+    if tables is None:
         refuse_weights(profile, layout)
         replicas = replicas_of(profile, layout, known, rules.light_ends)
+        tables = [ReplicaTables(profile=profile, layout=layout, replica=replica) for replica in replicas]
     if budgets is None:
-        budgets = [activation_budgets(profile, layout, replica) for replica in replicas]
+        budgets = [activation_budgets(profile, layout, each.replica) for each in tables]
     taken = []
-    for number, (replica, budget) in enumerate(zip(replicas, budgets, strict=True)):
-        best = _best_order(profile, layout, replica, rules, budget, None if settings is None else settings[number])
+    for number, (of_replica, budget) in enumerate(zip(tables, budgets, strict=True)):
+        best = _best_order(of_replica, rules, budget, None if settings is None else settings[number])
         if best is None:
             needed = profile.cluster.kind.memory_bytes + 1
             raise DoesNotFitError(
@@ -365,7 +399,7 @@ def schedule_parts(
         taken.append(best)
     return Scheduled(
         layout=layout,
-        replicas=tuple(replicas),
+        tables=tuple(tables),
         assigned=tuple(tuple(each.devices) for each in taken),
         orders=tuple(each.order for each in taken),
         settings=tuple(each.setting for each in taken),
@@ -383,33 +417,25 @@ class _Trial:
     seen: Seen | None
 
 
-def _best_order(
-    profile: Profile, layout: Layout, replica: Replica, rules: Rules, budget: Column, setting: Setting | None
-) -> _Trial | None:
+def _best_order(tables: ReplicaTables, rules: Rules, budget: Column, setting: Setting | None) -> _Trial | None:
     """The shortest order over all that the rules leave open, or with one setting. From the best order of each number of
     blocks on, parts are assigned again by how long passes take there, with what they recompute."""
+    replica = tables.replica
     num_microbatches = replica.batch.segments.num_microbatches
-    templates: dict[tuple[int, int], Template] = {}
-    assigned: dict[tuple[int, int, bool], list[tuple[int, int]]] = {}  # before any order was seen
     best: _Trial | None = None
+    orders: dict[tuple[int, tuple[tuple[int, int], ...], bytes], Order | None] = {}  # settings may differ in nothing
 
     def attempt(setting: Setting, seen: Seen | None = None, groups: bool = rules.sequence_groups) -> _Trial | None:
         nonlocal best
         block = -(-num_microbatches // setting.num_blocks)
         level_over = EVERYTHING if setting.num_blocks == EVERYTHING else block
-        place = level_over, setting.longest, groups
-        devices = assigned.get(place) if seen is None else None
-        if devices is None:
-            devices = assigned_parts(
-                profile, layout, replica, groups, rules.is_in_turn, level_over, seen, setting.longest
-            )
-        if seen is None:
-            assigned[place] = devices
-        key = setting.slack, setting.num_split
-        if key not in templates:
-            templates[key] = template_of(profile, layout, replica, *key)
-        passes = passes_of(layout, templates[key], devices, setting.ahead, setting.lag, block)
-        order = ordered(passes, budget, rules.levels, _LEVELS)
+        devices = tables.devices(groups, rules.is_in_turn, level_over, seen, setting.longest)
+        template = tables.template(setting.slack, setting.num_split)
+        passes = passes_of(tables.layout, template, devices, setting.ahead, setting.lag, block)
+        key = id(template), tuple(devices), np.argsort(passes.key, kind="stable").tobytes()
+        if key not in orders:
+            orders[key] = ordered(passes, budget, rules.levels, _LEVELS)
+        order = orders[key]
         trial = None if order is None else _Trial(devices=devices, order=order, setting=setting, seen=seen)
         if trial is not None and (best is None or trial.order.makespan_ns < best.order.makespan_ns):
             best = trial
@@ -469,15 +495,17 @@ def _fitting(
     owning_ranks = tuple(sorted(owning_ranks_in(profile.graph, layout).items()))
     budgets = [activation_budgets(profile, layout, replica) for replica in trial.replicas]
 
-    def plan_of(scheduled: Scheduled) -> tuple[Plan, Column]:
-        """The plan of a schedule, and the peaks of all devices."""
+    def plan_of(scheduled: Scheduled, is_trial: bool = False) -> tuple[Plan, Column]:
+        """The plan of a schedule, and the peaks of all devices. A trial, or what does not fit, is not simulated."""
         plan = plan_of_orders(profile, layout, planner, scheduled.replicas, scheduled.assigned, scheduled.orders)
         program = lower(plan, profile)
-        timeline = simulate(program, profile)
         # A device holds the weights of its chains also in steps that do not use them there.
         owned = replace(program, owning_ranks=owning_ranks)
-        peaks = np.maximum(timeline.peak_bytes(), posted_peaks(owned, profile, range(profile.cluster.num_devices)))
-        return replace(plan, makespan_s=timeline.makespan_s), peaks
+        peaks = posted_peaks(owned, profile, range(profile.cluster.num_devices))
+        if is_trial or peaks.max() > limit:
+            return plan, peaks
+        timeline = simulate(program, profile)
+        return replace(plan, makespan_s=timeline.makespan_s), np.maximum(timeline.peak_bytes(), peaks)
 
     def smaller(scheduled: Scheduled, peaks: Column) -> list[Column]:
         """Budgets less what the peaks exceed memory by."""
@@ -490,12 +518,12 @@ def _fitting(
 
     scheduled = trial
     for attempt in range(_ATTEMPTS):
-        plan, peaks = plan_of(scheduled)
+        plan, peaks = plan_of(scheduled, is_trial=attempt == 0)
         if peaks.max() <= limit and attempt:
             break
         budgets = smaller(scheduled, peaks)
         settings = None if attempt < _SEARCHES else scheduled.settings
-        scheduled = schedule_parts(profile, layout, rules, budgets, replicas=trial.replicas, settings=settings)
+        scheduled = schedule_parts(profile, layout, rules, budgets, tables=trial.tables, settings=settings)
     refuse_overfull(peaks, profile)
     for _ in range(_ATTEMPTS if rules.may_search and (options.evaluations or 1) > 1 else 0):
         searched = _searched(profile, scheduled, rules, budgets, options)
@@ -518,13 +546,13 @@ def _searched(
     """The schedule with parts on other devices and at other times, as far as evaluations go, which replicas share
     evenly. None if budgets allow no order any more."""
     layout, assigned, orders = scheduled.layout, [], []
-    evaluations = (options.evaluations or 1) // len(scheduled.replicas)
+    evaluations = (options.evaluations or 1) // len(scheduled.tables)
     limit_s = options.time_limit_s
     ends = None if limit_s is None else time.monotonic() + limit_s
-    for replica, budget, devices, setting in zip(
-        scheduled.replicas, budgets, scheduled.assigned, scheduled.settings, strict=True
+    for tables, budget, devices, setting in zip(
+        scheduled.tables, budgets, scheduled.assigned, scheduled.settings, strict=True
     ):
-        template = template_of(profile, layout, replica, setting.slack, setting.num_split)
+        replica, template = tables.replica, tables.template(setting.slack, setting.num_split)
         num_microbatches = replica.batch.segments.num_microbatches
         block = -(-num_microbatches // setting.num_blocks)
 
