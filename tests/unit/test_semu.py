@@ -122,7 +122,7 @@ def test_efficiencies_are_joined_over_the_logarithm_of_the_size():
     assert reached(pass_="input") == pytest.approx(0.4)
     assert reached(pass_="weight") == pytest.approx(0.25)
     assert reached(pass_="weight", outputs=1024, inputs=256) == pytest.approx(0.3)
-    assert not emulated.beyond
+    assert not emulated.extrapolated
 
 
 def test_a_shape_that_was_measured_itself_goes_before_the_grid():
@@ -135,7 +135,7 @@ def test_a_shape_that_was_measured_itself_goes_before_the_grid():
 def test_beyond_the_table_its_edge_is_taken_and_said():
     emulated = semu(replace(FLAT, gemm_grid=COLUMNS, measured_on="a test"))
     assert emulated.operator_s(BIG) == pytest.approx(BIG.flops / (989e12 * 0.4))
-    assert emulated.beyond == {"GEMM of 8192 tokens, 4096 to 4096"}
+    assert emulated.extrapolated == {"GEMM of 8192 tokens, 4096 to 4096"}
     assert "1 operators lie beyond what was measured and have the efficiency of its edge" in emulated.leaves_out[-1]
     assert any("measured on a test; a device of another kind" in line for line in emulated.leaves_out)
 
@@ -152,9 +152,9 @@ def test_attention_reaches_what_its_length_and_planes_allow():
     emulated = semu(replace(FLAT, attention=(table,)))
     attention = Attention(count=2, queries=2048, keys=2048, heads=4, key_heads=4, head_width=128)
     assert emulated.operator_s(attention) == pytest.approx(attention.flops / (989e12 * 0.25))
-    assert not emulated.beyond
+    assert not emulated.extrapolated
     emulated.operator_s(replace(attention, head_width=64))
-    assert emulated.beyond == {"attention of 2048 to 2048 tokens, 8 heads of 64"}
+    assert emulated.extrapolated == {"attention of 2048 to 2048 tokens, 8 heads of 64"}
 
 
 def test_a_table_must_be_whole():

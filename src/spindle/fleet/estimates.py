@@ -27,7 +27,7 @@ from spindle.planners import (
     pipeline_bound_s,
     planners_of,
 )
-from spindle.profile import Profile, Roofline, fitting, roofline_profile
+from spindle.profile import Profile, Roofline, profile_for_graph, roofline_profile
 from spindle.program import lower
 from spindle.recipes import Step
 from spindle.simulate import simulate
@@ -53,7 +53,9 @@ def workload_step(
     graph = metagraph_of(workload)
     degrees = dict(workload.tensor_degrees)
     profiles = {
-        kind: fitting(profile, graph, profile.cluster.num_devices, f"the profile on {kind}").with_degrees(degrees)
+        kind: profile_for_graph(profile, graph, profile.cluster.num_devices, f"the profile on {kind}").with_degrees(
+            degrees
+        )
         for kind, profile in measured.items()
     }
 

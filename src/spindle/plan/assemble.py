@@ -56,7 +56,7 @@ def assemble(profile: Profile, setting: Setting, planner: str, pieces: Iterable[
         lanes = [(device, piece.lane) for device in piece.devices]
         before = last_slot[piece.op]
         # Pieces become one slot only if nothing else has run on their lanes in between.
-        continues = (
+        extends_slot = (
             before >= 0
             and slots[before].devices == piece.devices
             and slots[before].lane == piece.lane
@@ -67,18 +67,18 @@ def assemble(profile: Profile, setting: Setting, planner: str, pieces: Iterable[
             and piece.wave in (None, slots[before].wave)
             and all(lane_slot[lane] == before for lane in lanes)
         )
-        if continues:
+        if extends_slot:
             # Computed from the slot's start, so that it equals, bit for bit, the end of a slot that was one piece.
             end_s = starts_s[before] + (last - slots[before].first) * layer_s
             slots[before] = replace(slots[before], last=last)
         else:
             producers = [op_end[piece.op]] if first else [op_end[producer] for producer in graph.predecessors[piece.op]]
             ready_s = max([0.0, *(lane_end.get(lane, 0.0) for lane in lanes), *producers])
-            is_held = piece.not_before_s > ready_s
-            starts_s.append(piece.not_before_s if is_held else ready_s)
+            has_barrier = piece.not_before_s > ready_s
+            starts_s.append(piece.not_before_s if has_barrier else ready_s)
             end_s = starts_s[-1] + piece.num_layers * layer_s
             last_slot[piece.op] = len(slots)
-            slots.append(_slot(piece, graph, first, not_before_s=piece.not_before_s if is_held else 0.0))
+            slots.append(_slot(piece, graph, first, not_before_s=piece.not_before_s if has_barrier else 0.0))
         op_end[piece.op] = end_s
         for lane in lanes:
             lane_end[lane] = end_s
@@ -87,7 +87,7 @@ def assemble(profile: Profile, setting: Setting, planner: str, pieces: Iterable[
     in_order = [slots[number] for number in by_start]
     used = [(slot.wave, lane) for slot in in_order for lane in slot.lanes]
     if any(after.wave < before.wave for before, after in pairwise(in_order)) and len(set(used)) == len(used):
-        # Waves written by hand cannot follow start order, which depends on measured times: label anew.
+        # Start order depends on measured times, so waves written by hand may contradict it: label all slots anew.
         in_order = [replace(slot, wave=-1) for slot in in_order]
     return _plan(profile, setting, planner, label_waves(profile, in_order), max(op_end), seed)
 
@@ -110,10 +110,10 @@ def assemble_passes(
     start_s, end_s = pass_times(slots, [piece.op for piece in pieces], order, profile, setting)
     starts_s = {number: start for (number, kind), start in zip(order, start_s.tolist(), strict=True) if kind == FORWARD}
     by_start = sorted(range(len(slots)), key=lambda number: (starts_s[number], number))
-    new_number = {number: index for index, number in enumerate(by_start)}
+    number_after_sort = {number: index for index, number in enumerate(by_start)}
     ordered = label_waves(profile, [slots[number] for number in by_start])
     in_order = [order[place] for place in np.argsort(start_s, kind="stable").tolist()]
-    passes = tuple(Pass(slot=new_number[number], kind=kind) for number, kind in in_order)
+    passes = tuple(Pass(slot=number_after_sort[number], kind=kind) for number, kind in in_order)
     plan = _plan(profile, setting, planner, ordered, float(end_s.max()))
     return replace(plan, passes=passes)
 

@@ -1,4 +1,4 @@
-"""Is this plan legal? The first broken rule is reported, with its place marked.
+"""Is this plan legal? Reports the first rule that it breaks, and marks the slot that breaks it.
 
 Legality does not depend on times, so a plan stays legal when curves are measured again.
 """
@@ -10,7 +10,7 @@ from collections import defaultdict
 from spindle.errors import ClusterError, PlanError, ProfileError
 from spindle.plan.plan import FORWARD, WEIGHT, DeviceLane, Plan, Slot, setting_of
 from spindle.plan.text import marked
-from spindle.plan.times import offloaded_bytes, pass_needs, refuse_other_slots, slot_needs
+from spindle.plan.times import offloaded_bytes, pass_needs, refuse_wrong_slots, slot_needs
 from spindle.profile import Curve, Profile, bytes_text
 
 MAX_LANES = 8  # compute streams of a device
@@ -213,7 +213,7 @@ def _lanes(plan: Plan, profile: Profile) -> None:
     if plan.passes:
         raise PlanError("this plan lists its passes and has several lanes; pipelines have one lane on each device")
     graph = profile.graph
-    first_with: dict[tuple[int, int], Slot] = {}  # by device and parameter
+    first_slot_with: dict[tuple[int, int], Slot] = {}  # by device and parameter
     for slot in plan.slots:
         op = graph.positions[slot.op]
         curve = profile.curve(op, setting_of(plan, profile))
@@ -234,7 +234,7 @@ def _lanes(plan: Plan, profile: Profile) -> None:
         }
         for device in slot.devices:
             for parameter in trained:
-                sibling = first_with.setdefault((device, parameter), slot)
+                sibling = first_slot_with.setdefault((device, parameter), slot)
                 name = graph.parameters[parameter].name
                 if sibling.lane != slot.lane:
                     raise _refuse(
@@ -315,10 +315,10 @@ def _quotas(plan: Plan, profile: Profile) -> None:
 def _states(plan: Plan, profile: Profile) -> None:
     """Slots that change the same state of a module (running statistics) are on the same lane of the same device."""
     state_of = {op.name: op.cost.state for op in profile.graph.metaops if op.cost is not None and op.cost.state}
-    first_with: dict[str, Slot] = {}
+    first_slot_with: dict[str, Slot] = {}
     for slot in plan.slots:
         if slot.op in state_of:
-            first = first_with.setdefault(state_of[slot.op], slot)
+            first = first_slot_with.setdefault(state_of[slot.op], slot)
             if first.lanes != slot.lanes:
                 where = ("device " + ",".join(map(str, of.devices)) + f" lane {of.lane}" for of in (first, slot))
                 raise _refuse(
@@ -335,11 +335,11 @@ def _order(plan: Plan, profile: Profile) -> None:
     if plan.passes and plan.num_rounds > 1:
         raise PlanError("a plan with passes has no rounds: its passes already give the order")
     order = [(pass_.slot, pass_.kind) for pass_ in plan.order]
-    refuse_other_slots((slot for slot, _ in order), len(plan.slots))
+    refuse_wrong_slots((slot for slot, _ in order), len(plan.slots))
     needs = pass_needs(order, slot_needs([position[slot.op] for slot in plan.slots], profile.graph))
-    if needs.first_late is None:
+    if needs.first_violation is None:
         return
-    (number, kind), (need, need_kind) = (order[place] for place in needs.first_late)
+    (number, kind), (need, need_kind) = (order[place] for place in needs.first_violation)
     slot, source = plan.slots[number], plan.slots[need].op
     if kind == FORWARD:
         is_order = (position[source], position[slot.op]) in profile.graph.order_edges

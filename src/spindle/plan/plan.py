@@ -48,7 +48,7 @@ class Slot:
 
     @property
     def has_weight_lane(self) -> bool:
-        """Whether its weight gradients run on another lane than its other passes."""
+        """Whether its weight gradients run on a different lane from its other passes."""
         return self.weight_lane is not None and self.weight_lane != self.lane
 
     @property
@@ -87,8 +87,8 @@ class Plan:
     A plan stores no times of slots: `spans` derives them. `folded_s` is the length of the step by curves alone, with
     forward and backward of mirrored slots counted together; `makespan_s` is the simulated step with transfers,
     synchronisation and optimizer; `bound_s` is a lower bound for plans of this kind (both 0 until computed).
-    `evaluations` is the effort of the search; `cut_s` is set if a time limit ended it early; `settings` lists, as
-    text, what a pipeline planner chose.
+    `evaluations` counts the schedules that the search has tried; `cut_s` is set if a time limit ended it early;
+    `settings` lists, as text, what a pipeline planner chose.
     """
 
     workload: str

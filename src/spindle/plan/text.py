@@ -34,7 +34,7 @@ _SLOT = re.compile(
     re.ASCII,
 )
 _HEADERS = {"planner": "# planner NAME", "tensor": "# tensor MODULE DEGREE", "recompute": "# recompute OP"}
-_MOST_DIGITS = 9
+_MAX_DIGITS = 9
 PASS_LETTERS = {FORWARD: "F", BACKWARD: "B", INPUT: "I", WEIGHT: "W"}
 _PASS = re.compile(r"([FBIW])(\d+)", re.ASCII)
 
@@ -90,7 +90,7 @@ def _quoted(name: str) -> str:
 
 
 def is_text_file(path: Path) -> bool:
-    """Whether a file has the text form of a plan, by its name."""
+    """Whether the name of a file says that it has the text form of a plan."""
     return path.suffix == ".txt"
 
 
@@ -119,7 +119,7 @@ def read_plan(path: Path, profile: Profile) -> Plan:
 
 
 def ops_in(text: str) -> list[str]:
-    """The names of the ops in the text form of a plan, as far as it is one."""
+    """The names of the ops in a text, where it has the text form of a plan."""
     words = (word for line in text.splitlines() if not line.startswith(("#", ">")) for word in line.split())
     return [unquote(slot["op"]) for word in words if (slot := _SLOT.fullmatch(word)) is not None]
 
@@ -140,7 +140,7 @@ def parse_plan(text: str, profile: Profile) -> Plan:
     piece_lines: list[int] = []
     passes: list[tuple[int, str]] = []
     pass_lines: list[int] = []
-    lean = 0  # the first line with layers that are recomputed or offloaded
+    first_memory_line = 0  # the first one with recomputed or offloaded layers
     wave = -1
     for number, line in enumerate(text.splitlines(), start=1):
         if line.startswith("# "):
@@ -170,7 +170,7 @@ def parse_plan(text: str, profile: Profile) -> Plan:
         for word in line.split():
             pieces.append(_parse_slot(word, position, wave, profile, number))
             piece_lines.append(number)
-            lean = lean or (number if pieces[-1].recomputed or pieces[-1].offloaded else 0)
+            first_memory_line = first_memory_line or (number if pieces[-1].recomputed or pieces[-1].offloaded else 0)
     setting = profile.setting(degrees, frozenset(recompute), shard_optimizer)
     _refuse_layers_and_devices(pieces, piece_lines, profile, setting)
     for (slot, _), number in zip(passes, pass_lines, strict=True):
@@ -178,8 +178,10 @@ def parse_plan(text: str, profile: Profile) -> Plan:
             raise PlanError(f"line {number}: there is a pass of slot {slot}; slots are 0 to {len(pieces) - 1}")
     if passes:
         return replace(assemble_passes(profile, setting, planner, pieces, passes), quotas=quotas)
-    if lean:
-        raise PlanError(f"line {lean}: layers are recomputed or offloaded, which only plans with passes can; write >")
+    if first_memory_line:
+        raise PlanError(
+            f"line {first_memory_line}: layers are recomputed or offloaded, which only plans with passes can; write >"
+        )
     return replace(assemble(profile, setting, planner, pieces), quotas=quotas)
 
 
@@ -253,8 +255,8 @@ def _parse_pass(word: str, line: int) -> tuple[int, str]:
 
 def _parse_count(digits: str | None, line: int) -> int:
     """An optional number; 0 if it is left out."""
-    if digits is not None and len(digits) > _MOST_DIGITS:
-        raise PlanError(f"line {line}: expected a number of up to {_MOST_DIGITS} digits, got {digits}")
+    if digits is not None and len(digits) > _MAX_DIGITS:
+        raise PlanError(f"line {line}: expected a number of up to {_MAX_DIGITS} digits, got {digits}")
     return int(digits or 0)
 
 

@@ -1,5 +1,5 @@
-"""Which passes a pass depends on, and when it runs by curves alone. Transfers, and copies of offloaded activations, are
-left to the program."""
+"""Which passes a pass depends on, and when it runs by curves alone. Transfers and copies of offloaded activations take
+no time here; the simulator adds them."""
 
 from __future__ import annotations
 
@@ -83,11 +83,11 @@ def pass_times(
     slots: Sequence[Slot], ops: Sequence[int], order: Sequence[Key], profile: Profile, setting: Setting
 ) -> tuple[Seconds, Seconds]:
     """The start and end of each pass of an order. Refuses an order that does not respect the flows."""
-    refuse_other_slots((number for number, _ in order), len(slots))
+    refuse_wrong_slots((number for number, _ in order), len(slots))
     needs = pass_needs(order, slot_needs(ops, profile.graph))
-    late = needs.first_late
-    if late is not None:
-        (number, kind), (source, source_kind) = order[late[0]], order[late[1]]
+    violation = needs.first_violation
+    if violation is not None:
+        (number, kind), (source, source_kind) = order[violation[0]], order[violation[1]]
         raise PlanError(f"the {kind} of slot {number} comes before the {source_kind} of slot {source}")
     curves = [profile.curve(op, setting) for op in ops]
     duration_s = [pass_s(slots[number], kind, curves[number], setting.recompute[ops[number]]) for number, kind in order]
@@ -156,7 +156,7 @@ def _slot_pairs(ops: Sequence[int], graph: MetaGraph, edges: Iterable[tuple[int,
     return sorted(pairs)
 
 
-def refuse_other_slots(slots: Iterable[int], num_slots: int) -> None:
+def refuse_wrong_slots(slots: Iterable[int], num_slots: int) -> None:
     """Refuse passes of slots that do not exist, and slots without passes."""
     with_passes = set(slots)
     unknown = sorted(with_passes.difference(range(num_slots)))
@@ -181,7 +181,7 @@ class PassNeeds:
         return numbers
 
     @property
-    def first_late(self) -> tuple[int, int] | None:
+    def first_violation(self) -> tuple[int, int] | None:
         """The first pass that comes before a pass that it needs, and the latter; None if the order is right."""
         passes = np.repeat(np.arange(len(self.starts) - 1), np.diff(self.starts))
         late = np.flatnonzero(self.needed > passes)

@@ -4,7 +4,7 @@ from spindle.profile.abstract import abstract_profile
 from spindle.profile.communication import all_reduce_s, all_to_all_s, collective_latency_s, ring_bytes
 from spindle.profile.curve import Contention, Curve, SmTimes
 from spindle.profile.efficiency import EFFICIENCIES_KIND, AttentionTable, Efficiencies, GemmColumn, MemoryTable
-from spindle.profile.file import fitting, read_profile, write_profile
+from spindle.profile.file import profile_for_graph, read_profile, write_profile
 from spindle.profile.host import HostOverhead
 from spindle.profile.items import ItemTimes
 from spindle.profile.memory import backward_bytes, bytes_text, saved_bytes, state_bytes
@@ -44,7 +44,7 @@ __all__ = [
     "bytes_text",
     "collective_latency_s",
     "curve_from_samples",
-    "fitting",
+    "profile_for_graph",
     "read_profile",
     "ring_bytes",
     "roofline_profile",

@@ -33,9 +33,9 @@ class GemmColumn:
 
     def __post_init__(self) -> None:
         what = f"GEMM {self.outputs} x {self.inputs}"
-        _rising(what, self.tokens)
+        _check_increasing(what, self.tokens)
         for values in (self.forward, self.input, self.weight):
-            _positive(what, values, len(self.tokens))
+            _check_efficiencies(what, values, len(self.tokens))
 
     def at(self, gemm: Gemm) -> tuple[float, bool]:
         match gemm.pass_:
@@ -45,7 +45,7 @@ class GemmColumn:
                 values = self.input
             case "weight":
                 values = self.weight
-        return _between(self.tokens, values, gemm.tokens)
+        return _interpolate(self.tokens, values, gemm.tokens)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -61,20 +61,20 @@ class AttentionTable:
 
     def __post_init__(self) -> None:
         what = f"attention of heads of {self.head_width}"
-        _rising(what, self.planes)
-        _rising(what, self.lengths)
+        _check_increasing(what, self.planes)
+        _check_increasing(what, self.lengths)
         for rows in (self.forward, self.backward):
             if len(rows) != len(self.planes):
                 raise ProfileError(f"{what}: expected {len(self.planes)} rows, got {len(rows)}")
             for row in rows:
-                _positive(what, row, len(self.lengths))
+                _check_efficiencies(what, row, len(self.lengths))
 
     def at(self, attention: Attention) -> tuple[float, bool]:
         rows = self.backward if attention.backward else self.forward
         length = math.sqrt(attention.queries * attention.keys)
-        column = [_between(self.lengths, row, length) for row in rows]
-        value, inside = _between(self.planes, [value for value, _ in column], attention.count * attention.heads)
-        return value, inside and column[0][1]
+        column = [_interpolate(self.lengths, row, length) for row in rows]
+        value, is_inside = _interpolate(self.planes, [value for value, _ in column], attention.count * attention.heads)
+        return value, is_inside and column[0][1]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -86,8 +86,8 @@ class MemoryTable:
     efficiency: tuple[float, ...]
 
     def __post_init__(self) -> None:
-        _rising(self.kind, self.num_bytes)
-        _positive(self.kind, self.efficiency, len(self.num_bytes))
+        _check_increasing(self.kind, self.num_bytes)
+        _check_efficiencies(self.kind, self.efficiency, len(self.num_bytes))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -146,13 +146,13 @@ class Lookup:
         if not self._grid:
             return self._efficiencies.flat_gemm, True
         # Bilinear over the logarithms of outputs and inputs.
-        total, inside = 0.0, True
+        total, is_inside = 0.0, True
         for row, row_share, row_inside in _neighbours(self._outputs, gemm.outputs):
             for column, column_share, column_inside in _neighbours(self._inputs, gemm.inputs):
                 value, tokens_inside = self._grid[self._outputs[row], self._inputs[column]].at(gemm)
                 total += row_share * column_share * value
-                inside = inside and row_inside and column_inside and tokens_inside
-        return total, inside
+                is_inside = is_inside and row_inside and column_inside and tokens_inside
+        return total, is_inside
 
     def attention(self, attention: Attention) -> tuple[float, bool]:
         """The efficiency in the table with the nearest head width, among tables with the same mask if there are any."""
@@ -162,8 +162,8 @@ class Lookup:
             flat, flat_backward = self._efficiencies.flat_attention, self._efficiencies.flat_attention_backward
             return (flat_backward if attention.backward else flat), True
         table = min(tables, key=lambda table: (abs(table.head_width - attention.head_width), table.head_width))
-        value, inside = table.at(attention)
-        return value, inside and table.head_width == attention.head_width and table.causal == attention.causal
+        value, is_inside = table.at(attention)
+        return value, is_inside and table.head_width == attention.head_width and table.causal == attention.causal
 
     def memory(self, kernel: MemoryBound) -> tuple[float, bool]:
         if not self._memory:
@@ -171,10 +171,10 @@ class Lookup:
         table = self._memory.get(kernel.kind)
         if table is None:
             return self._efficiencies.flat_memory, False
-        return _between(table.num_bytes, table.efficiency, kernel.num_bytes)
+        return _interpolate(table.num_bytes, table.efficiency, kernel.num_bytes)
 
 
-def _between(sizes: tuple[int, ...], values: tuple[float, ...] | list[float], size: float) -> tuple[float, bool]:
+def _interpolate(sizes: tuple[int, ...], values: tuple[float, ...] | list[float], size: float) -> tuple[float, bool]:
     """Interpolate a value, and say whether `size` is within `sizes`."""
     near = _neighbours(sizes, size)
     return sum(values[position] * share for position, share, _ in near), near[0][2]
@@ -198,12 +198,12 @@ def _log(size: int) -> float:
     return math.log2(size)
 
 
-def _rising(what: str, sizes: tuple[int, ...]) -> None:
+def _check_increasing(what: str, sizes: tuple[int, ...]) -> None:
     if not sizes or sizes[0] < 1 or any(b <= a for a, b in pairwise(sizes)):
         raise ProfileError(f"{what}: sizes must be increasing and at least 1, got {list(sizes)[:8]}")
 
 
-def _positive(what: str, values: tuple[float, ...], count: int) -> None:
+def _check_efficiencies(what: str, values: tuple[float, ...], count: int) -> None:
     if len(values) != count:
         raise ProfileError(f"{what}: expected {count} efficiencies, got {len(values)}")
     if not all(0 < value < 2 for value in values):

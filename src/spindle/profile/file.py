@@ -22,7 +22,7 @@ def read_profile(path: Path) -> Profile:
     return read_artifact(path, KIND, Profile)
 
 
-def fitting(profile: Profile, graph: MetaGraph, num_devices: int, where: str) -> Profile:
+def profile_for_graph(profile: Profile, graph: MetaGraph, num_devices: int, where: str) -> Profile:
     """The profile with this graph in place of its own. Refuses a profile that was measured for other ops, edges or
     parameters.
 

@@ -63,7 +63,7 @@ class Semu:
     def __init__(self, kind: DeviceKind, link: Link, efficiencies: Efficiencies = Efficiencies()) -> None:  # noqa: B008
         self.kind, self.link, self.efficiencies = kind, link, efficiencies
         self.evaluations = 0  # layers evaluated, without those found in the memo
-        self.beyond: set[str] = set()  # operators outside the measured sizes, as text
+        self.extrapolated: set[str] = set()  # operators outside the measured sizes, as text
         self._lookup = Lookup(efficiencies)
         self._operators: dict[Operator, float] = {}
         self._layers: dict[tuple[LayerShape, int, int], LayerTime] = {}
@@ -86,22 +86,22 @@ class Semu:
         launch_s = self.efficiencies.launch_s
         match operator:
             case Gemm():
-                efficiency, inside = self._lookup.gemm(operator)
+                efficiency, is_inside = self._lookup.gemm(operator)
             case Attention():
-                efficiency, inside = self._lookup.attention(operator)
+                efficiency, is_inside = self._lookup.attention(operator)
             case MemoryBound():
-                efficiency, inside = self._lookup.memory(operator)
+                efficiency, is_inside = self._lookup.memory(operator)
             case Collective():
                 if operator.num_members == 1:
                     return 0.0
-                efficiency, inside = self.efficiencies.network, True
+                efficiency, is_inside = self.efficiencies.network, True
                 measured_s = self.link.collective_s
                 hops_s = collective_latency_s(operator.num_members, self.link.latency_s)
                 launch_s += hops_s if measured_s is None else measured_s
             case _:
                 assert_never(operator)
-        if not inside:  # the efficiency at the table's edge was used, which `leaves_out` reports
-            self.beyond.add(_size_text(operator))
+        if not is_inside:  # the efficiency at the table's edge was used, which `leaves_out` reports
+            self.extrapolated.add(_size_text(operator))
         roofline_s = max(
             operator.flops / self.kind.peak_flops,
             operator.memory_bytes / self.kind.memory_bytes_per_s,
@@ -148,8 +148,8 @@ class Semu:
         else:
             sentences.append("nothing was measured: kernels reach the same share of the peaks at all sizes")
         sentences.append(f"links were not measured: collectives reach {efficiencies.network:.0%} of their link")
-        if self.beyond:
-            names = sorted(self.beyond)
+        if self.extrapolated:
+            names = sorted(self.extrapolated)
             more = f" and {len(names) - 3} more" if len(names) > 3 else ""
             sentences.append(
                 f"{len(names)} operators lie beyond what was measured and have the efficiency of its edge: "

@@ -4,8 +4,8 @@ Resources are shared by what runs at the same time: each device's port out and i
 each island's host, if the profile says that busy neighbours slow each other down. A transfer sends its bytes through
 every resource on its path; a collective is a ring over its members. If the profile says that compute and collectives
 slow each other down, the device itself is a resource, too. Where a plan has several compute lanes, each device has two
-more: the pressure and the fill of what runs on it at the same time. Lanes with quotas have SMs of their own, so that
-nothing is left of them but the pressure on memory.
+more: the pressure and the fill of what runs on it at the same time. Lanes with quotas have SMs of their own, so only
+their pressure on memory is shared.
 """
 
 from __future__ import annotations
@@ -152,7 +152,7 @@ class _Entries:
 
 
 def costs_of(program: Program, instances: Instances, profile: Profile, memory: Memory | None = None) -> Costs:
-    """Times and bytes of all instructions of a program, whose memory is worked out unless it is given."""
+    """Times and bytes of all instructions of a program. Its memory is computed if it is not given."""
     topology = _topology(profile)
     entries = _Entries()
     delay_ns = np.zeros(instances.num_rendezvous, dtype=np.int64)
@@ -405,22 +405,25 @@ def _time_rings(
     program: Program,
     profile: Profile,
     topology: _Topology,
-    by_bucket: np.ndarray,
+    rendezvous_of_bucket: np.ndarray,
     num_bytes: list[float],
     delay_ns: np.ndarray,
     entries: _Entries,
 ) -> None:
-    """Ring all-reduces, one per bucket. `by_bucket` has their rendezvous."""
+    """Ring all-reduces, one per bucket, whose rendezvous are `rendezvous_of_bucket`."""
     sizes = np.array([len(bucket.ranks) for bucket in program.buckets])
-    carried = np.array([ring_bytes(*ring) * NS for ring in zip(num_bytes, sizes.tolist(), strict=True)])
+    # times NS, so that dividing by bytes per second gives nanoseconds
+    scaled_bytes = np.array([ring_bytes(*ring) * NS for ring in zip(num_bytes, sizes.tolist(), strict=True)])
     bucket = np.repeat(np.arange(len(sizes)), sizes)
     ranks = np.concatenate([bucket.ranks for bucket in program.buckets])
-    alone_ns = carried[bucket] / topology.link_bytes_per_s[ranks]
+    alone_ns = scaled_bytes[bucket] / topology.link_bytes_per_s[ranks]
     for port in (topology.port_out, topology.port_in):
-        entries.add(by_bucket[bucket], port(ranks), alone_ns)
+        entries.add(rendezvous_of_bucket[bucket], port(ranks), alone_ns)
     if _reductions_slow_compute(profile):
         device_ns = alone_ns * profile.exchange_overlap / profile.overlap
-        entries.add(by_bucket[bucket], topology.device(ranks), device_ns, np.full(len(ranks), _REDUCTION_WEIGHT))
+        entries.add(
+            rendezvous_of_bucket[bucket], topology.device(ranks), device_ns, np.full(len(ranks), _REDUCTION_WEIGHT)
+        )
     # a collective is as slow as the slowest link of its members
     latency = np.zeros(len(sizes))
     np.maximum.at(latency, bucket, topology.link_latency_s[ranks])
@@ -430,13 +433,15 @@ def _time_rings(
     spans = np.bincount(bucket, minlength=len(sizes))[bucket] > 1
     bucket, island = bucket[spans], island[spans]
     for uplink in (topology.uplink_out, topology.uplink_in):
-        entries.add(by_bucket[bucket], uplink(island), carried[bucket] / topology.uplink_bytes_per_s[island])
+        entries.add(
+            rendezvous_of_bucket[bucket], uplink(island), scaled_bytes[bucket] / topology.uplink_bytes_per_s[island]
+        )
     np.maximum.at(latency, bucket, topology.uplink_latency_s[island])
     delay_s = np.array([collective_latency_s(*ring) for ring in zip(sizes.tolist(), latency.tolist(), strict=True)])
     # The overhead was measured inside one host. Between islands, only the latency of a tree is known.
     measured_s = np.array([topology.link_collective_s[bucket.ranks].max() for bucket in program.buckets])
     measured_s[bucket] = np.nan
-    delay_ns[by_bucket] = np.round(np.where(np.isnan(measured_s), delay_s, measured_s) * NS)
+    delay_ns[rendezvous_of_bucket] = np.round(np.where(np.isnan(measured_s), delay_s, measured_s) * NS)
 
 
 def _time_updates(

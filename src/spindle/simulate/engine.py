@@ -141,12 +141,12 @@ def _unlink(entry, resource, head, following, preceding):
 
 
 @njit(cache=True)
-def _release_followers(instance, follower_starts, followers, needs, ready, num_ready):
+def _release_followers(instance, follower_starts, followers, num_waiting_for, ready, num_ready):
     """An instance is done: append the instances that waited only for it to `ready`. Returns their new number."""
     for place in range(follower_starts[instance], follower_starts[instance + 1]):
         follower = followers[place]
-        needs[follower] -= 1
-        if needs[follower] == 0:
+        num_waiting_for[follower] -= 1
+        if num_waiting_for[follower] == 0:
             ready[num_ready] = follower
             num_ready += 1
     return num_ready
@@ -174,13 +174,13 @@ def run(
     posted = np.full(num_instances, _NEVER)
     began = np.full(num_instances, _NEVER)
     ended = np.full(num_instances, _NEVER)
-    needs = num_needs.copy()
-    unfinished = rendezvous_starts[1:] - rendezvous_starts[:-1]
-    absent = member_starts[1:] - member_starts[:-1]
+    num_waiting_for = num_needs.copy()
+    num_unfinished = rendezvous_starts[1:] - rendezvous_starts[:-1]
+    num_absent = member_starts[1:] - member_starts[:-1]
 
     # Running rendezvous: the fraction that is left, the duration of the whole at the current load, the time since which
     # this holds, and the time at which it ends.
-    left = np.ones(num_rendezvous)
+    fraction_left = np.ones(num_rendezvous)
     span = np.zeros(num_rendezvous)
     since = np.zeros(num_rendezvous, np.int64)
     finish = np.full(num_rendezvous, _NEVER)
@@ -203,7 +203,7 @@ def run(
     ready = np.empty(num_instances, np.int64)
     num_ready = 0
     for instance in range(num_instances):
-        if needs[instance] == 0:
+        if num_waiting_for[instance] == 0:
             ready[num_ready] = instance
             num_ready += 1
     now = np.int64(0)
@@ -215,15 +215,15 @@ def run(
             num_ready -= 1
             instance = ready[num_ready]
             posted[instance] = now
-            if unfinished[instance] == 0:
+            if num_unfinished[instance] == 0:
                 began[instance] = now
                 ended[instance] = now
-                num_ready = _release_followers(instance, follower_starts, followers, needs, ready, num_ready)
+                num_ready = _release_followers(instance, follower_starts, followers, num_waiting_for, ready, num_ready)
                 continue
             for place in range(rendezvous_starts[instance], rendezvous_starts[instance + 1]):
                 rendezvous = rendezvous_ids[place]
-                absent[rendezvous] -= 1
-                if absent[rendezvous] == 0:
+                num_absent[rendezvous] -= 1
+                if num_absent[rendezvous] == 0:
                     for member_place in range(member_starts[rendezvous], member_starts[rendezvous + 1]):
                         if began[members[member_place]] < 0:
                             began[members[member_place]] = now
@@ -270,11 +270,11 @@ def run(
         for entry in range(entry_starts[rendezvous], entry_starts[rendezvous + 1]):
             resource = entry_resource[entry]
             load = weight_on[resource]
-            before = load - entry_weight[entry] if starts else load + entry_weight[entry]
+            load_before = load - entry_weight[entry] if starts else load + entry_weight[entry]
             neighbour_entry = head[resource]
             while neighbour_entry >= 0:
                 neighbour = entry_rendezvous[neighbour_entry]
-                time_before = _entry_time(neighbour_entry, before, work)
+                time_before = _entry_time(neighbour_entry, load_before, work)
                 time_now = _entry_time(neighbour_entry, load, work)
                 neighbour_entry = following[neighbour_entry]
                 if neighbour == rendezvous:
@@ -288,10 +288,12 @@ def run(
                     continue
                 # the share that is done so far, at the old rate; the rest continues at the new one
                 if span[neighbour] > 0:
-                    left[neighbour] = max(0.0, left[neighbour] - (now - since[neighbour]) / span[neighbour])
+                    fraction_left[neighbour] = max(
+                        0.0, fraction_left[neighbour] - (now - since[neighbour]) / span[neighbour]
+                    )
                 since[neighbour] = now
                 span[neighbour] = new_span
-                new_finish = now + np.int64(np.ceil(left[neighbour] * new_span - 1e-6))
+                new_finish = now + np.int64(np.ceil(fraction_left[neighbour] * new_span - 1e-6))
                 if new_finish != finish[neighbour]:
                     finish[neighbour] = new_finish  # from now on, the event of the old entry is stale
                     heap_time, heap_item, heap_size = _push(heap_time, heap_item, heap_size, new_finish, neighbour)
@@ -301,8 +303,8 @@ def run(
         # Phase 4: the rendezvous ended, and with it the members that have no other rendezvous left.
         for place in range(member_starts[rendezvous], member_starts[rendezvous + 1]):
             instance = members[place]
-            unfinished[instance] -= 1
-            if unfinished[instance] == 0:
+            num_unfinished[instance] -= 1
+            if num_unfinished[instance] == 0:
                 ended[instance] = now
-                num_ready = _release_followers(instance, follower_starts, followers, needs, ready, num_ready)
+                num_ready = _release_followers(instance, follower_starts, followers, num_waiting_for, ready, num_ready)
     return posted, began, ended

@@ -4,9 +4,9 @@
                   ╲        ╲  ╱ message ╲
     compute      ▐ c1 ▌     ▐ c2 ▌       ▐ c3 ▌
 
-Each instance of the compute lane waits for an instance of the host lane (h), which waits for the messages that the pass
-needs. What the host does after that for the same pass, launching the rest of its kernels and posting its sends, is a
-second instance (p). Both kinds are appended to the other instances.
+Each instance of the compute lane (c) waits for an instance of the host lane (h), which waits for the messages that the
+pass needs. A second instance (p) is what the host does afterwards for the same pass: it launches the rest of its
+kernels and posts its sends. Both kinds are appended to the other instances.
 """
 
 from __future__ import annotations
@@ -53,11 +53,11 @@ def with_hosts(
     hosts = first + np.arange(count)
     posts = hosts.copy()  # the last instance of the host for each pass
     posts[posting] = first + count + np.arange(len(posting))
-    computing = are_compute(instances.lane)
-    received = ~computing[edges.source] & computing[edges.target]
+    is_compute = are_compute(instances.lane)
+    received = ~is_compute[edges.source] & is_compute[edges.target]
     sources = [edges.source, hosts, edges.source[received], hosts[posting], posts[last_pass]]
     targets = [edges.target, computes, hosts[place[edges.target[received]]], posts[posting], posted]
-    # a host launches one pass after another, at most `ahead` passes ahead of its GPU
+    # A host launches one pass after another, and is at most `ahead` passes ahead of its GPU.
     for distance, predecessors in ((1, posts), (overhead.ahead, computes)):
         on_one_rank = np.flatnonzero(rank[distance:] == rank[: max(count - distance, 0)])
         sources.append(predecessors[on_one_rank])
@@ -76,8 +76,8 @@ def _launched(program: Program, instances: Instances) -> Column:
     computes = np.flatnonzero(are_compute(instances.lane))
     if program.plan.num_lanes == 1:
         return computes
-    places = program.places[instances.instruction[computes]]
-    return computes[np.lexsort((instances.instruction[computes], places, instances.rank[computes]))]
+    order_in_program = program.places[instances.instruction[computes]]
+    return computes[np.lexsort((instances.instruction[computes], order_in_program, instances.rank[computes]))]
 
 
 def with_instances(instances: Instances, owners: Column, sources: Column, targets: Column) -> Instances:
@@ -92,9 +92,9 @@ def with_instances(instances: Instances, owners: Column, sources: Column, target
         num_needs=np.bincount(targets, minlength=first + count),
         follower_starts=followers.starts,
         followers=followers.values,
-        rendezvous_starts=_one_more_each(instances.rendezvous_starts, count),
+        rendezvous_starts=_with_single_entries(instances.rendezvous_starts, count),
         rendezvous_ids=np.concatenate([instances.rendezvous_ids, first_rendezvous + np.arange(count)]),
-        member_starts=_one_more_each(instances.member_starts, count),
+        member_starts=_with_single_entries(instances.member_starts, count),
         members=np.concatenate([instances.members, first + np.arange(count)]),
         rendezvous_instruction=np.concatenate([instances.rendezvous_instruction, instances.instruction[owners]]),
     )
@@ -115,7 +115,8 @@ def _with_times(instances: Instances, costs: Costs, time_s: np.ndarray, overhead
     )
 
 
-def _one_more_each(starts: Column, count: int) -> Column:
+def _with_single_entries(starts: Column, count: int) -> Column:
+    """The starts of a jagged list to which `count` rows of one entry are appended."""
     return np.concatenate([starts, starts[-1] + 1 + np.arange(count)])
 
 
@@ -134,10 +135,10 @@ def _start_s(
 
 def _posted(instances: Instances, edges: _Edges) -> tuple[Column, Column]:
     """Transfers and collectives that need a pass, and the position of the last pass that each of them needs."""
-    computing = are_compute(instances.lane)
-    produced = computing[edges.source] & ~computing[edges.target]
+    is_compute = are_compute(instances.lane)
+    is_needed = is_compute[edges.source] & ~is_compute[edges.target]
     last = np.full(instances.num_instances, -1)
-    np.maximum.at(last, edges.target[produced], edges.place[edges.source[produced]])
+    np.maximum.at(last, edges.target[is_needed], edges.place[edges.source[is_needed]])
     posted = np.flatnonzero(last >= 0)
     return posted, last[posted]
 

@@ -16,7 +16,7 @@ from spindle.graph import MetaGraph
 from spindle.launch import Capture, Captured, ProfileCapture, WorkloadCapture, recorder, variables
 from spindle.measure import local_profile, measure_update
 from spindle.models import clone_leaf, without_torch_logs
-from spindle.profile import Profile, fitting, read_profile, write_profile
+from spindle.profile import Profile, profile_for_graph, read_profile, write_profile
 from spindle.run import World, on_compute_stream, on_device
 from spindle.train.analyze import AnalyzedWorkload, analyze, autocast_of, without_tasks
 from spindle.train.bind import BoundWorkload
@@ -168,8 +168,10 @@ def _measured_update_speed(bound: BoundWorkload, config: TrainConfig, update_byt
 
 
 def _fitting_saved(saved: Profile | None, graph: MetaGraph, world: World) -> Profile | None:
+    if saved is None:
+        return None
     try:
-        return None if saved is None else fitting(saved.up_to(world.size), graph, world.size, "the saved profile")
+        return profile_for_graph(saved.up_to(world.size), graph, world.size, "the saved profile")
     except ProfileError:  # it was measured for other tasks, or for fewer devices
         return None
 
@@ -182,4 +184,4 @@ def _given_profile(given: Profile | Path | str | MakeProfile, graph: MetaGraph, 
     elif world.rank == 0:
         profile = given(graph, world.size) if callable(given) else read_profile(Path(given))
     source = str(given) if isinstance(given, str | Path) else "Planning(profile=...)"
-    return fitting(world.broadcast_object(profile), graph, world.size, source)
+    return profile_for_graph(world.broadcast_object(profile), graph, world.size, source)
