@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from spindle.measure.timing import Graphed, Work, warmed
+from spindle.measure.timing import Graphed, Work, warm_up
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 ROWS, CLASSES = 64, 512
@@ -27,7 +27,7 @@ def test_a_backward_pass_can_be_replayed_without_its_forward_pass():
 
     parameters = (*table.parameters(), *head.parameters())
     work = Work(run=run, leaves=(), parameters=parameters, device=device, is_graphed=True)
-    passes = warmed(work)
+    passes = warm_up(work)
     assert isinstance(passes, Graphed)
     passes.forward()
     gradients = []

@@ -27,7 +27,7 @@ from spindle.measure.p2p_latency import measure_p2p_latency, p2p_latency_from  #
 from spindle.measure.rank_sync import RankSync  # noqa: E402
 from spindle.measure.rates import rates_from  # noqa: E402
 from spindle.measure.sm_times import measured_sms  # noqa: E402
-from spindle.measure.timing import Work, warmed  # noqa: E402
+from spindle.measure.timing import Work, warm_up  # noqa: E402
 from spindle.measure.update import measure_gradient_sum  # noqa: E402
 from spindle.profile import Profile, write_profile  # noqa: E402
 from spindle.run import World  # noqa: E402
@@ -442,7 +442,7 @@ def test_gradients_in_another_layout_are_copied_as_where_they_are_accumulated(tr
     def run() -> torch.Tensor:
         return (x.T if transposes else x).contiguous().exp()
 
-    passes = warmed(Work(run=run, leaves=(x,), parameters=(), device=CPU))
+    passes = warm_up(Work(run=run, leaves=(x,), parameters=(), device=CPU))
     passes.forward()
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profiled:
         passes.backward()

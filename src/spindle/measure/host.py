@@ -1,8 +1,8 @@
 """Measure the time that a host takes to launch work on its GPU.
 
-Each pass, message and collective of a step takes some host time, whatever it computes. Measured here is the launch of
-one kernel while all ranks launch kernels. How many times longer the parts of a step take was measured with timers in
-the executor (benchmarks/virtual/host_overhead.py; experiments/LOG.md, "Host overhead").
+Each pass, message and collective of a step takes some host time, whatever it computes. This measures the launch of one
+kernel while all ranks launch kernels. The parts of a step take fixed multiples of it, which were measured with timers
+in the executor (benchmarks/virtual/host_overhead.py; experiments/LOG.md, "Host overhead").
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Measure the times of all ops, forward and backward, at the batch shares that a planner can choose.
 
-Each task runs one forward on its first batch. The inputs that reach an op there, cut to a share of the batch, are what
-the op is timed on. An op is a run of equal layers, of which three different ones are timed, so that weights do not come
-from a cache. Equal work is timed once: the same block in five tasks, on inputs of the same shapes, is one measurement.
+Each task runs one forward on its first batch. An op is timed on the inputs that reach it there, cut to a share of the
+batch. Of its equal layers, three are timed, so that weights do not come from a cache. Equal work is timed once: the
+same block in five tasks, on inputs of the same shapes, is one measurement.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from spindle.cluster import SmGroups
 from spindle.errors import PeerLostError
 from spindle.graph import MetaGraph
 from spindle.measure.cache import Cache, Times
-from spindle.measure.contention import ALONE, NUM_COPIES, measure_contention
+from spindle.measure.contention import NO_SHARING, NUM_COPIES, measure_contention
 from spindle.measure.rank_sync import RankSync
 from spindle.measure.sm_times import measure_sm_times
 from spindle.measure.timing import Cut, Work, time_passes
@@ -75,12 +75,12 @@ def shares(batch_size: int, num_devices: int, max_sizes: int = _MAX_SIZES) -> li
     )
 
 
-def _choose_sizes(sizes: list[int], most: int) -> list[int]:
-    """At most `most` of the sizes, including the first and the last."""
-    if len(sizes) <= most:
+def _choose_sizes(sizes: list[int], max_sizes: int) -> list[int]:
+    """At most `max_sizes` of the sizes, including the first and the last."""
+    if len(sizes) <= max_sizes:
         return sizes
-    step = (len(sizes) - 1) / (most - 1)
-    return sorted({sizes[round(number * step)] for number in range(most)})
+    step = (len(sizes) - 1) / (max_sizes - 1)
+    return sorted({sizes[round(number * step)] for number in range(max_sizes)})
 
 
 def _distance(rows: int, others: int) -> float:
@@ -123,7 +123,7 @@ class LayerMeter:
         time of backward. Each kind of layer is measured once."""
         points = [copy for copy in copies if isinstance(copy, _Point)]
         if len(points) < len(copies):
-            return ALONE, None
+            return NO_SHARING, None
         splits = splits and bool(points[0].work.parameters)
         point = {**points[0].key, "splits": str(splits)}
         key = _sorted(point)
@@ -131,7 +131,7 @@ class LayerMeter:
             known = None if self._cache is None else self._cache.find_contention(point)
             self._contention[key] = known or measure_contention([copy.work for copy in points], splits=splits)
             # not stored if copies did not fit: next time there may be more memory
-            if known is None and self._cache is not None and self._contention[key][0] is not ALONE:
+            if known is None and self._cache is not None and self._contention[key][0] is not NO_SHARING:
                 self._cache.store_contention(point, *self._contention[key])
         return self._contention[key]
 
@@ -199,7 +199,7 @@ def measure_layers(
     samples: dict[str, LayerSamples] = {}
     num_done = 0
     with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
-        for position, op_inputs in _walk(graph, code, batches):
+        for position, op_inputs in _ops_with_inputs(graph, code, batches):
             op = graph.metaops[position]
             assert op.batch_size is not None
             points: list[_Point | Exception] = []
@@ -294,47 +294,47 @@ def _measure_group(
     item_code = _splittable(code[group[0]])
     assert item_code is not None
     entry = item_code.length_entry
-    of_item = lengths[entry] if entry is not None else (1,) * item_code.num_items(batch, lengths)
+    item_lengths = lengths[entry] if entry is not None else (1,) * item_code.num_items(batch, lengths)
     times: dict[int, list[tuple[int, float, float]]] = {position: [] for position in group}
-    for item in items_to_measure(of_item):
-        alone = cut_items(batch, item_code, lengths, [item])
+    for item in items_to_measure(item_lengths):
+        item_batch = cut_items(batch, item_code, lengths, [item])
         outputs: dict[int, Any] = {}
         for position in group:
             op_code = code[position]
             assert isinstance(op_code, LayersCode)
             inputs = {graph.source_name(source, position): outputs[source] for source in graph.predecessors[position]}
             leaves = {name: as_leaves(values) for name, values in inputs.items()}
-            (result,) = meter.times([_point(op_code, kinds[position], alone, leaves, device, False, False)])
+            (result,) = meter.times([_point(op_code, kinds[position], item_batch, leaves, device, False, False)])
             if isinstance(result, Exception):
                 raise result
-            times[position].append((of_item[item], result.forward_s, result.backward_s))
+            times[position].append((item_lengths[item], result.forward_s, result.backward_s))
             values: Any = None
-            for run in _steps(op_code, alone, inputs):
+            for run in _steps(op_code, item_batch, inputs):
                 values = as_leaves(run(copied(values)))
             outputs[position] = values
     for position in group:
         rows, forward_s, backward_s = zip(*times[position], strict=True)
         yield (
             graph.metaops[position].name,
-            ItemTimes(lengths=rows, forward_s=forward_s, backward_s=backward_s, together=tuple(of_item)),
+            ItemTimes(lengths=rows, forward_s=forward_s, backward_s=backward_s, together=tuple(item_lengths)),
         )
 
 
 def _copies(code: OpCode, batch: Any, inputs: Mapping[str, Any]) -> list[OpCode]:
-    """Several versions of an op, each with other layers after the first one, all of which are equal: copies with
-    weights of their own, if there are enough layers.
+    """Copies of an op with weights of their own, as far as it has enough layers: versions with different layers after
+    the first one.
 
-    A layer may only follow one that returns what it takes in the op's own order: values that no later layer reads are
-    dropped on the way, and the first layer may order its own differently.
+    A layer may only follow one that returns what it takes, because values that no later layer reads are dropped on the
+    way, and the first layer may return them in another order.
     """
     if isinstance(code, LossCode) or len(code.layers) <= _MAX_LAYERS:
         return [code] * NUM_COPIES
     input_forms, output_forms = [], []
     values: Any = None
     for run in _steps(code, batch, inputs):
-        input_forms.append(_form(values))
+        input_forms.append(_shapes_text(values))
         values = as_leaves(run(copied(values)))
-        output_forms.append(_form(values))
+        output_forms.append(_shapes_text(values))
     rest = range(1, len(code.layers))
     rotated = [[0, *rest[first:], *rest[:first]][:_MAX_LAYERS] for first in range(len(rest))]
     orders = [
@@ -369,7 +369,9 @@ def _samples(task: str, name: str, sizes: Sequence[int], results: Sequence[Times
     return LayerSamples(rows=rows, forward_s=forward_s, backward_s=backward_s, launch_s=launch_s)
 
 
-def _walk(graph: MetaGraph, code: Sequence[OpCode], batches: Mapping[str, Any]) -> Iterator[tuple[int, dict[int, Any]]]:
+def _ops_with_inputs(
+    graph: MetaGraph, code: Sequence[OpCode], batches: Mapping[str, Any]
+) -> Iterator[tuple[int, dict[int, Any]]]:
     """Yield every op with its inputs from other ops, for the whole batch of its task. Only one layer runs at a time,
     and nothing is saved for backward."""
     groups = graph.task_groups
@@ -436,7 +438,7 @@ def _point(
 ) -> _Point | Exception:
     """What to time for an op on this batch and these inputs. The key has everything on which the time depends."""
     try:
-        read: dict[str, Any] = {}
+        key_inputs: dict[str, Any] = {}
         pieces: Callable[[], list[Cut]] | None = None
         match code:
             case LossCode():
@@ -462,22 +464,22 @@ def _point(
 
                 pieces = partial(_pieces, steps)
                 if code.arguments is None:
-                    read["inputs"] = tuple(inputs.values())
+                    key_inputs["inputs"] = tuple(inputs.values())
                 else:
-                    read["arguments"] = code.arguments(*copied((batch, *_outputs(code, inputs))))
+                    key_inputs["arguments"] = code.arguments(*copied((batch, *_outputs(code, inputs))))
         if kind.glue:
-            read["glue inputs"] = (batch, _outputs(code, inputs))
+            key_inputs["glue inputs"] = (batch, _outputs(code, inputs))
     except Exception as error:
         return error
     # the key is equal for points that run the same kernels, which are then measured once
     parameters = list(dict.fromkeys(parameter for layer in layers for parameter in layer.parameters))
     buffers = [buffer for layer in layers for buffer in layer.buffers()]
     is_graphed = graphs and device.type == "cuda"
-    key = {name: _form(nest) for name, nest in read.items()} | {
+    key = {name: _shapes_text(nest) for name, nest in key_inputs.items()} | {
         "layer": kind.layer,
         "glue": kind.glue,
-        "parameters": _form(parameters),
-        "buffers": _form(buffers),
+        "parameters": _shapes_text(parameters),
+        "buffers": _shapes_text(buffers),
         "layers timed": str(max(1, len(layers))),
         "random": str(is_random),
         "graphed": f"{is_graphed}, gradients copied" if is_graphed and copies_gradients else str(is_graphed),
@@ -506,7 +508,7 @@ def _pieces(steps: Sequence[Callable[[Any], Any]]) -> list[Cut]:
     return pieces
 
 
-def _form(nest: Any) -> str:
+def _shapes_text(nest: Any) -> str:
     """Shapes, dtypes and which tensors require gradients; other values unchanged."""
     form = pytree_meta(nest, 0)
     return f"{form.spec} {form.leaves}"

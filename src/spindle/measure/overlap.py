@@ -19,7 +19,7 @@ import torch.distributed as dist
 
 from spindle.cluster import Link
 from spindle.measure.rank_sync import RankSync
-from spindle.measure.timing import Passes, Work, between_s, mark, medians, warmed
+from spindle.measure.timing import Passes, Work, elapsed_s, medians, timestamp, warm_up
 from spindle.profile import all_reduce_s, ring_bytes
 from spindle.run import LaunchThrottle, World, compute_stream, peers
 
@@ -46,7 +46,7 @@ def measure_overlap(work: Work | None, rank_sync: RankSync, world: World, link: 
         return Overlap(collective_s=link.collective_s)
     passes, alone_s = None, math.nan
     try:
-        passes = warmed(work)
+        passes = warm_up(work)
         alone_s = sum(medians(passes, _PASSES, work.device))
     except Exception:  # out of memory, for example
         pass
@@ -73,8 +73,8 @@ def measure_overlap(work: Work | None, rank_sync: RankSync, world: World, link: 
     return Overlap(
         overlap=max(1.0, (slowness - (1 - share)) / share if share > _MIN_BYTE_SHARE else slowness),
         exchange_overlap=max(1.0, link.bytes_per_s / rate),
-        # All are started at once, and may run before the first one is waited for; then all marks come at the end and
-        # mean nothing. During compute, an all-reduce is never faster than without.
+        # All are started at once, and may finish before the first one is waited for; then the timestamps mean nothing.
+        # So the overhead is at least that without compute.
         collective_s=max(fixed_s, link.collective_s or 0.0),
     )
 
@@ -92,17 +92,17 @@ def _all_reduces_during_compute(passes: Passes, buffer: torch.Tensor, count: int
         for request in [dist.all_reduce(buffer, group=group, async_op=True) for _ in range(count)]:
             assert request is not None
             request.wait()
-            ends.append(mark(device))
+            ends.append(timestamp(device))
     finally:
         stop.set()
         busy.join()
     if device.type == "cuda":
         torch.cuda.synchronize(device)
-    all_reduce_time_s = statistics.median(between_s(begin, end) for begin, end in pairwise(ends))
+    all_reduce_time_s = statistics.median(elapsed_s(begin, end) for begin, end in pairwise(ends))
     if not spans:
         return all_reduce_time_s, math.nan
     # the first passes may have begun before the all-reduces
-    return all_reduce_time_s, statistics.median(between_s(begin, end) for begin, end in spans[len(spans) // 3 :])
+    return all_reduce_time_s, statistics.median(elapsed_s(begin, end) for begin, end in spans[len(spans) // 3 :])
 
 
 def _compute(passes: Passes, world: World, stop: threading.Event, spans: list[tuple[object, object]]) -> None:
@@ -115,7 +115,7 @@ def _compute(passes: Passes, world: World, stop: threading.Event, spans: list[tu
         with suppress(Exception):  # out of memory, for example; then there are no spans
             while not (stop.is_set() and spans):
                 throttle.wait()
-                begin = mark(device)
+                begin = timestamp(device)
                 passes.forward()
                 passes.backward()
-                spans.append((begin, mark(device)))
+                spans.append((begin, timestamp(device)))

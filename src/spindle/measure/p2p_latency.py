@@ -21,7 +21,7 @@ import torch
 from torch import nn
 
 from spindle.measure.rank_sync import RankSync
-from spindle.measure.timing import Passes, Work, between_s, mark, medians, warmed
+from spindle.measure.timing import Passes, Work, elapsed_s, medians, timestamp, warm_up
 from spindle.run import LaunchThrottle, Message, World, compute_stream, peers, wait
 
 _SECONDS = 1.0  # seconds for all rounds, about
@@ -42,7 +42,7 @@ def measure_p2p_latency(work: Work | None, world: World) -> float | None:
     passes, once_s = None, math.nan
     with torch.random.fork_rng(devices=[world.device] if world.device.type == "cuda" else []):
         try:
-            passes = warmed(work or _linear_work(world.device))
+            passes = warm_up(work or _linear_work(world.device))
             once_s = sum(medians(passes, 1, world.device))
         except Exception:  # out of memory, for example
             pass
@@ -86,9 +86,9 @@ def _rounds(passes: Passes, count: int, world: World) -> tuple[list[float], list
             if receive is not None:
                 wait(receive)
             throttle.wait()
-            begins.append(mark(device))
+            begins.append(timestamp(device))
             failed = failed or not _try_pass(passes, whole=True)
-            ends.append(mark(device))
+            ends.append(timestamp(device))
             if not is_unpaired:
                 sends += world.start_exchange([Message(outgoing, partner)], [])[0]
                 # after the send, because some backends process the messages of a pair in the order of the calls
@@ -101,8 +101,8 @@ def _rounds(passes: Passes, count: int, world: World) -> tuple[list[float], list
         torch.cuda.synchronize(device)
     if failed:
         return [math.nan] * count, [math.nan] * count
-    works_s = [between_s(begin, end) for begin, end in zip(begins, ends, strict=True)]
-    waits_s = [between_s(end, begin) for end, begin in zip(ends, begins[1:], strict=False)]
+    works_s = [elapsed_s(begin, end) for begin, end in zip(begins, ends, strict=True)]
+    waits_s = [elapsed_s(end, begin) for end, begin in zip(ends, begins[1:], strict=False)]
     return works_s, [*waits_s, 0.0]
 
 

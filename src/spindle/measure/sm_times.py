@@ -12,12 +12,12 @@ import torch
 
 from spindle.cluster import SmGroups
 from spindle.measure.contention import slowdown_of_pair
-from spindle.measure.timing import Graphed, Work, medians, warmed
+from spindle.measure.timing import Graphed, Work, medians, warm_up
 from spindle.profile import SmTimes
 from spindle.run import own_workspaces, partitions
 
 STEP_SMS = 16  # SMs between measured numbers
-_BUSY_S = 0.01  # the least duration of each timing
+_MIN_TIMING_S = 0.01  # the least duration of each timing
 _MIN_REPEATS, _MAX_REPEATS = 6, 200
 _LAUNCH_BOUND = (1.0, 1.0)  # pressure of a layer without graphs: the host launches one kernel after another
 
@@ -57,10 +57,10 @@ def _ratio(part_s: float, whole_s: float) -> float:
 
 def _passes_s(work: Work, stream: torch.cuda.Stream | None) -> tuple[float, float]:
     """Forward and backward seconds on the SMs of a stream; None for all SMs."""
-    passes = warmed(work, stream)
+    passes = warm_up(work, stream)
     with torch.cuda.stream(stream):
         once_s = max(sum(medians(passes, 1, work.device)), 1e-6)
-        num_repeats = min(_MAX_REPEATS, max(_MIN_REPEATS, round(_BUSY_S / once_s)))
+        num_repeats = min(_MAX_REPEATS, max(_MIN_REPEATS, round(_MIN_TIMING_S / once_s)))
         seconds = medians(passes, num_repeats, work.device)
     del passes
     torch.cuda.empty_cache()  # the memory of a graph cannot be reused by the next one
@@ -71,7 +71,7 @@ def _pressure(works: Sequence[Work], groups: SmGroups) -> tuple[float, float]:
     """The slowdown minus one, of forward and backward, of two copies on one half of the SMs each."""
     half = groups.num_groups // 2 * groups.group_sms
     streams = [partition.stream for partition in partitions((half, half))]
-    copies = [warmed(work, stream) for work, stream in zip(works, streams, strict=True)]
+    copies = [warm_up(work, stream) for work, stream in zip(works, streams, strict=True)]
     graphed = [passes for passes in copies if isinstance(passes, Graphed)]
     if len(graphed) < len(copies):
         return _LAUNCH_BOUND

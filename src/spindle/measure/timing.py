@@ -63,7 +63,7 @@ def time_passes(work: Work, rank_sync: RankSync, num_busy: int | None = None) ->
     passes: Passes | None = None
     once_s, seconds = math.nan, (math.nan,) * len(Times._fields)
     try:
-        passes = warmed(work)
+        passes = warm_up(work)
         once_s = sum(medians(passes, 1, work.device)) if work.device.type == "cuda" else 0.0
     except Exception as error:
         failure = error
@@ -96,9 +96,9 @@ def _num_repeats(once_s: float, device: torch.device) -> int:
     return max(_GPU_MIN_REPEATS, min(_GPU_MAX_REPEATS, math.ceil(busy_s / max(once_s, 1e-6))))
 
 
-def warmed(work: Work, stream: torch.cuda.Stream | None = None) -> Passes:
-    """The passes of some work after a warm-up. CUDA graphs if the work asks for them and they can be captured; on the
-    SMs of a stream if one is given."""
+def warm_up(work: Work, stream: torch.cuda.Stream | None = None) -> Passes:
+    """Warm up some work, and return its passes: as CUDA graphs if the work asks for them and they can be captured; on
+    the SMs of a stream if one is given."""
     passes = _Eager(work)
     if work.device.type != "cuda":
         return passes
@@ -132,7 +132,7 @@ class _Eager:
 
     def __post_init__(self) -> None:
         self.forward()
-        # not zeros: a GPU that multiplies zeros draws less power and runs faster
+        # not zeros: multiplying zeros draws less power, so the GPU would run faster
         self.gradients = [torch.randn_like(output) for output in self.outputs]
         if self.work.is_graphed and self.work.copies_gradients:
             self.buffers = [torch.empty_like(parameter) for parameter in self.work.parameters]
@@ -163,16 +163,16 @@ class Graphed:
         self.buffers = passes.buffers
         stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(stream):
-            # Graphs captured on one stream share cuBLAS' workspace. Copies that are replayed at the same time would
-            # both use it: kernels that count finished blocks in it may then wait forever.
-            # Layers that draw random numbers are captured in a step, too, so there is a generator.
+            # Graphs captured on one stream share cuBLAS' workspace. If copies that are replayed at the same time both
+            # used it, kernels that count finished blocks in it could wait forever. The generator is for layers that
+            # draw random numbers, which are captured in a step, too.
             generator = torch.Generator(device="cuda")
             with own_workspaces(), capturing(self._forward, torch.cuda.graph_pool_handle(), generator):
                 passes.forward()
             self._has_backward = bool(passes.outputs)
             if self._has_backward:
-                # In the pool of the forward, it would overwrite what the forward saved. Replayed again without a
-                # forward, it would take arbitrary bytes for the indices of an embedding or of a loss.
+                # With a pool of its own: in that of forward, it would overwrite what forward saved. Replayed again
+                # without a forward, it would read arbitrary bytes as the indices of an embedding or of a loss.
                 with own_workspaces(), capturing(self._backward, torch.cuda.graph_pool_handle()):
                     passes.backward()
         torch.cuda.current_stream().wait_stream(stream)
@@ -188,7 +188,7 @@ class Graphed:
 Passes = _Eager | Graphed
 
 
-def split_of(work: Work) -> SplitGraphed | None:
+def split_backward_of(work: Work) -> SplitGraphed | None:
     """The backward pass of some work that has run before, split in two CUDA graphs. None if it cannot be split."""
     if work.pieces is None:
         return None
@@ -196,11 +196,11 @@ def split_of(work: Work) -> SplitGraphed | None:
         return SplitGraphed(work, compute_stream())
     except torch.OutOfMemoryError:
         raise
-    except Exception as error:  # as in `warmed`
+    except Exception as error:  # as in `warm_up`
         torch.cuda.synchronize()
         cause = error.__context__ or error
         warnings.warn(
-            f"weight gradients stay beside input gradients, which could not be measured apart: "
+            f"weight gradients stay on the lane of input gradients, because they could not be measured separately: "
             f"{type(cause).__name__}: {(str(cause).splitlines() or [''])[0]}",
             RuntimeWarning,
             stacklevel=2,
@@ -261,17 +261,17 @@ def medians(passes: Passes, num_repeats: int, device: torch.device) -> tuple[flo
     the device is never idle."""
     marks = []
     for _ in range(num_repeats):
-        begin = mark(device)
+        begin = timestamp(device)
         passes.forward()
-        middle = mark(device)
+        middle = timestamp(device)
         passes.backward()
-        marks.append((begin, middle, mark(device)))
+        marks.append((begin, middle, timestamp(device)))
     if device.type == "cuda":
         torch.cuda.synchronize(device)
         marks = marks[num_repeats // 2 :]
     return (
-        statistics.median(between_s(begin, middle) for begin, middle, _ in marks),
-        statistics.median(between_s(middle, end) for _, middle, end in marks),
+        statistics.median(elapsed_s(begin, middle) for begin, middle, _ in marks),
+        statistics.median(elapsed_s(middle, end) for _, middle, end in marks),
     )
 
 
@@ -290,7 +290,8 @@ def _launch_medians(passes: Passes, device: torch.device) -> tuple[float, float]
     return statistics.median(forward_s), statistics.median(backward_s)
 
 
-def mark(device: torch.device) -> Any:
+def timestamp(device: torch.device) -> Any:
+    """The current time: of the host clock, or on a GPU an event of the current stream."""
     if device.type != "cuda":
         return time.perf_counter()
     event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
@@ -298,7 +299,8 @@ def mark(device: torch.device) -> Any:
     return event
 
 
-def between_s(begin: Any, end: Any) -> float:
+def elapsed_s(begin: Any, end: Any) -> float:
+    """Seconds between two timestamps, which a GPU must have reached."""
     if isinstance(begin, float):
         return float(end - begin)
     return float(begin.elapsed_time(end)) / 1e3
@@ -307,10 +309,10 @@ def between_s(begin: Any, end: Any) -> float:
 def median_s(repeat: Callable[[], object], times: int, device: torch.device) -> float:
     """The median seconds of back-to-back repeats, after a warm-up."""
     repeat()
-    marks = [mark(device)]
+    marks = [timestamp(device)]
     for _ in range(times):
         repeat()
-        marks.append(mark(device))
+        marks.append(timestamp(device))
     if device.type == "cuda":
         torch.cuda.synchronize(device)
-    return statistics.median(between_s(begin, end) for begin, end in pairwise(marks))
+    return statistics.median(elapsed_s(begin, end) for begin, end in pairwise(marks))
