@@ -79,9 +79,9 @@ def __getattr__(name: str) -> Any:
         raise AttributeError(f"module 'spindle' has no attribute {name!r}")
     if find_spec("torch") is None:
         raise ImportError(f"spindle.{name} needs torch: pip install 'spindle-train[train]'")
-    from spindle.launch.folders import leave_out_foreign_inductor_cache
+    from spindle.launch.folders import avoid_foreign_inductor_cache
 
-    leave_out_foreign_inductor_cache()
+    avoid_foreign_inductor_cache()
     return getattr(import_module("spindle.train"), name)
 
 

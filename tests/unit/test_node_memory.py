@@ -7,7 +7,7 @@ import os
 import pytest
 
 from spindle.launch import node_memory as module
-from spindle.launch.node_memory import forget, keep, node_memory
+from spindle.launch.node_memory import keep_memory, node_memory, remove_memory
 
 
 @pytest.fixture(autouse=True)
@@ -23,11 +23,11 @@ def files(folder) -> set[str]:
 def test_the_next_attempt_takes_over_what_the_last_one_left():
     with node_memory("job", 1) as first:
         (first / "checkpoint").touch()
-        keep(first)
+        keep_memory(first)
     with node_memory("job", 2) as second:
         assert files(second) == {"checkpoint"}
         assert not first.exists()
-        forget(second)
+        remove_memory(second)
     with node_memory("job", 3) as third:
         assert files(third) == set()
 

@@ -29,12 +29,11 @@ RECORD_S = 5.0  # seconds between two records
 LIMIT_VARIABLE = "SPINDLE_HUNG_S"  # seconds without progress after which a rank hangs; 0: never
 LIMIT_S = 60.0
 _WARM_STEPS = 20  # the first steps, which do not count in the median
-_LEAST_STEPS = 5  # the least number of steps for a median
-_MEDIAN_OF = 50
-_LONGEST_STEPS = 20  # a rank counts as hung only after this many times its longest step
+_MIN_STEPS, _MEDIAN_STEPS = 5, 50  # the smallest and the largest number of steps for a median
+_HUNG_FACTOR = 20  # a rank counts as hung only after this many times its longest step
 # Factor on the limit: first steps compile, a callback may evaluate, and a loader may wait for a file system.
-_PATIENCE = 10
-HUNG_ON_STEP_S = _PATIENCE * LIMIT_S  # without progress, after which a rank in `on_step` counts as hung
+_SLOW_PHASE_FACTOR = 10
+HUNG_ON_STEP_S = _SLOW_PHASE_FACTOR * LIMIT_S  # without progress, after which a rank in `on_step` counts as hung
 _SLOW = 1.3  # how many times as long as predicted compute may take, relative to other ranks
 ON_STEP, LOADING = USERS_PHASES = ("on_step", "reading a batch")
 
@@ -82,7 +81,7 @@ class Recorder:
         self.checkpoints = ""
         self.slowness: float | None = None
         self.num_events = self._num_taken = 0
-        self._steps_s: deque[float] = deque(maxlen=_MEDIAN_OF)
+        self._steps_s: deque[float] = deque(maxlen=_MEDIAN_STEPS)
         self._num_records = 0
         self._longest_step_s = 0.0
         self._is_first_step = False
@@ -91,7 +90,7 @@ class Recorder:
         self._thread: threading.Thread | None = None
 
     def begin(self, step: int) -> None:
-        """Note that steps begin. The first one says nothing about those that follow."""
+        """Note that steps begin. The time of the first one is not recorded."""
         self.step, self.is_watched, self._last_s, self._longest_step_s = step, True, None, 0.0
         self._is_first_step = True
 
@@ -107,7 +106,7 @@ class Recorder:
         self.num_events += 1
 
     def begin_tasks(self, tasks: str) -> None:
-        """Note what is trained from the next step on, as a digest. Steps of other tasks say nothing about it."""
+        """Note a digest of what is trained from the next step on. Step times of other tasks are dropped."""
         if tasks != self._tasks:
             self._tasks = tasks
             self._steps_s.clear()
@@ -147,7 +146,7 @@ class Recorder:
             where=_place_of_main_thread(),
             checkpoint_every=self.checkpoint_every,
             checkpoints=self.checkpoints,
-            step_s=statistics.median(steps_s) if len(steps_s) >= _LEAST_STEPS else None,
+            step_s=statistics.median(steps_s) if len(steps_s) >= _MIN_STEPS else None,
             num_taken=self._num_taken,
             slowness=self.slowness,
             host=socket.gethostname(),
@@ -235,12 +234,12 @@ class HangDetector:
             return {}
         self._silent_s += elapsed_s
         longest_s = max(activity.longest_step_s for activity in activities.values())
-        limit_s = max(self._limit_s, _LONGEST_STEPS * longest_s)
+        limit_s = max(self._limit_s, _HUNG_FACTOR * longest_s)
         mute = {rank for rank, silent_s in self._unrecorded_s.items() if silent_s > max(self._limit_s, 3 * RECORD_S)}
         busy = {rank for rank, activity in activities.items() if not activity.waiting} | mute
         is_first_step = any(activity.is_first_step for activity in activities.values())
         if is_first_step or any(activities[rank].phase in USERS_PHASES for rank in busy):
-            limit_s *= _PATIENCE
+            limit_s *= _SLOW_PHASE_FACTOR
         if self._silent_s < limit_s:
             return {}
         suspects = busy or (activities if self._sees_all else ())

@@ -4,10 +4,9 @@
                               ├──▶ stop was asked for, or the agent is cut off ──▶ stopped, or completed
                               └──▶ a rank failed, was killed or hangs          ──▶ failed, with the verdict
 
-The agent decides nothing: it starts ranks with torchrun's variables, reports how far they are, and ends them when it is
-told to, or when it cannot reach its cluster for 20 s: then another attempt may have been started elsewhere. Instead of
-`start`, ranks may be prepared, while their devices are not free yet, and begin later (`standby`). Knows neither Ray nor
-Slurm.
+The agent decides nothing. It starts ranks with torchrun's variables, reports their progress, and ends them on request,
+or if it cannot reach its cluster for 20 s, because another attempt may then have been started elsewhere. Ranks may also
+be prepared while their devices are not free yet, and begin later (`standby`). Knows neither Ray nor Slurm.
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ from pathlib import Path
 
 from spindle.launch import standby, variables
 from spindle.launch.folders import private_folder
-from spindle.launch.node_memory import forget, keep, node_memory
+from spindle.launch.node_memory import keep_memory, node_memory, remove_memory
 from spindle.launch.ranks import (
     AFTER_FAILURE,
     HostRanks,
@@ -73,11 +72,11 @@ class NodePart:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PartReport:
-    """How far a node's ranks are. Those that were prepared are ready once they could begin. `step` is the number of
-    steps that are done, `num_taken` those of this attempt; `tasks` is a digest of what they train.
+    """The progress of a node's ranks. `is_ready`: ranks that were prepared could begin. `step` is the number of steps
+    that are done, `num_taken` those of this attempt; `tasks` is a digest of what they train.
 
-    Once they have ended: `outcome` says how, `is_own` whether the script failed by an exception of its own, `is_cause`
-    whether the failure began here, at `failed_at` (seconds since the epoch).
+    Once they have ended: `outcome` says how, `is_own` whether the script raised an exception, `is_cause` whether the
+    failure began on this node, at `failed_at` (seconds since the epoch).
     """
 
     is_started: bool = False
@@ -105,7 +104,7 @@ class Agent:
         self._latest = PartReport()
         self._is_started = False
         self._standby: Path | None = None  # the folder of ranks that were prepared
-        self._given: dict[str, str] | None = None  # the variables with which they begin
+        self._begin_variables: dict[str, str] | None = None  # the variables with which they begin
         self._stopping: float | None = None  # seconds of grace
         self._reason = ""
         self._thread: threading.Thread | None = None
@@ -133,8 +132,8 @@ class Agent:
             self._start_ranks(part, is_standby=True)
 
     def begin(self, environment: Mapping[str, str]) -> None:
-        """Have the ranks that were prepared begin, with the variables of the devices that they have got."""
-        self._given, self._is_started = dict(environment), True
+        """Let the ranks that were prepared begin, with the variables that name their devices."""
+        self._begin_variables, self._is_started = dict(environment), True
 
     def _start_ranks(self, part: NodePart, *, is_standby: bool = False) -> None:
         stack = ExitStack()
@@ -215,13 +214,13 @@ class Agent:
                 host.watch_activities()
                 self._note_progress(host)
                 now_s = time.monotonic()
-                if waiting is not None and self._given is not None:
-                    self._let_begin(part, waiting, stack)
+                if waiting is not None and self._begin_variables is not None:
+                    self._begin_standby(part, waiting, stack)
                     waiting = None
                 elif waiting is not None:
                     self._latest = replace(self._latest, is_ready=standby.are_ready(waiting, host.ranks))
                     if now_s - begin_s > STANDBY_S:
-                        self.stop(0.0, f"nobody had its ranks begin within {STANDBY_S:.0f} s")
+                        self.stop(0.0, f"its ranks were not started within {STANDBY_S:.0f} s")
                 if self._parent is not None and os.getppid() != self._parent:
                     self.stop(part.grace_s, "the process that runs this node is gone")
                 if now_s - ping_s > _PING_S:
@@ -240,17 +239,17 @@ class Agent:
             self._note_progress(host)
             last = self._ending(part, host)
             was_killed = any(ending.code == -signal.SIGKILL for ending in host.endings())
-            (keep if last.outcome == FAILED or was_killed else forget)(self._memory)
+            (keep_memory if last.outcome == FAILED or was_killed else remove_memory)(self._memory)
         self._latest = last
 
-    def _let_begin(self, part: NodePart, folder: Path, stack: ExitStack) -> None:
-        assert self._given is not None
+    def _begin_standby(self, part: NodePart, folder: Path, stack: ExitStack) -> None:
+        assert self._begin_variables is not None
         for rank in range(part.first_rank, part.first_rank + part.num_ranks):
             _begin_log(log_path(Path(part.logs), rank), part)
         try:
-            standby.begin(folder, self._given | self._memory_environment(part, stack))
+            standby.begin(folder, self._begin_variables | self._memory_environment(part, stack))
         except OSError as error:  # no space: the ranks go on waiting, and are ended
-            self.stop(0.0, f"its ranks could not be told to begin ({error.strerror})")
+            self.stop(0.0, f"its ranks could not be started ({error.strerror})")
 
     def _note_progress(self, host: HostRanks) -> None:
         activities = host.activities().values()
@@ -273,7 +272,7 @@ class Agent:
         if self._stopping is not None:
             return replace(self._latest, outcome=STOPPED, reason=self._reason)
         result = verdict(host.endings(), host.failures(), lambda rank: _own_log_end(part, rank))
-        if result.code == 128 + signal.SIGTERM:  # ranks, here or on another node, got the signal from somebody else
+        if result.code == 128 + signal.SIGTERM:  # not sent by this agent
             return replace(self._latest, outcome=STOPPED, reason="its ranks were stopped by a signal")
         with suppress(OSError), log_path(Path(part.logs), result.rank).open("a") as log:
             log.write(f"{result.text}\n")  # ranks have reported it, and printed nothing

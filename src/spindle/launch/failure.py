@@ -24,7 +24,7 @@ from typing import Literal, NoReturn, get_args
 from spindle.errors import PeerLostError, SpindleError
 
 _TORCHELASTIC_VARIABLE = "TORCHELASTIC_ERROR_FILE"
-_LONGEST_TEXT = 1 << 18  # characters of a report
+_MAX_TEXT = 1 << 18  # characters of a report
 INTERRUPTED = 130  # as in shells: 128 + SIGINT
 _RUNNERS = frozenset({runpy.run_path.__code__.co_filename, str(Path(__file__).with_name("worker.py"))})
 
@@ -66,7 +66,7 @@ def failure_of(error: BaseException, rank: int) -> Failure:
         time_ns=time.monotonic_ns(),
         kind="exits" if _is_success(error) else "follows" if _follows(error) else "own",
         summary=_summary(error),
-        text=_text(error)[:_LONGEST_TEXT],
+        text=_text(error)[:_MAX_TEXT],
         step=recorder.step,
     )
 
@@ -169,7 +169,7 @@ def _exit_now(code: int) -> NoReturn:
 def _report(error: BaseException) -> bool:
     """Write a report for the launcher. Returns False without a launcher, or if its pipe cannot be written."""
     descriptor, rank = _Reports.descriptor, _rank()
-    _tell_torchelastic(error)
+    _report_to_torchelastic(error)
     if descriptor is None or rank is None:
         return False
     try:
@@ -179,7 +179,7 @@ def _report(error: BaseException) -> bool:
     return True
 
 
-def _tell_torchelastic(error: BaseException) -> None:
+def _report_to_torchelastic(error: BaseException) -> None:
     """Write this rank's own error where torchrun reads it, in its format, so that its summary names the cause."""
     path = os.environ.get(_TORCHELASTIC_VARIABLE)
     if not path or _follows(error):

@@ -60,9 +60,9 @@ def locked(folder: Path) -> Iterator[bool]:
         os.close(descriptor)
 
 
-def leave_out_foreign_inductor_cache() -> None:
-    """Give torch's compiler, which torch imports for fake tensors, a new cache folder if the path of its default one is
-    not a folder or belongs to another user: it would fail, or run code of that user."""
+def avoid_foreign_inductor_cache() -> None:
+    """Give torch's compiler a new cache folder if its default one belongs to another user, whose code it would run, or
+    is not a folder. Torch imports the compiler for fake tensors."""
     variable = "TORCHINDUCTOR_CACHE_DIR"
     if variable in os.environ:
         return

@@ -78,13 +78,16 @@ def launch(
     """
     if num_processes < 1:
         raise InputError(f"expected at least 1 process, got {num_processes}")
-    most = max(64, os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // BYTES_PER_PROCESS)
-    if num_processes > most:
-        raise InputError(f"{num_processes:,} processes do not fit in this host's memory; start at most {most:,}")
-    least = num_processes if least_processes is None else least_processes
-    if not 1 <= least <= num_processes or num_restarts < 0:
+    max_processes = max(64, os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // BYTES_PER_PROCESS)
+    if num_processes > max_processes:
         raise InputError(
-            f"expected --restarts of at least 0 and --least from 1 to {num_processes}, got {num_restarts} and {least}"
+            f"{num_processes:,} processes do not fit in this host's memory; start at most {max_processes:,}"
+        )
+    min_processes = num_processes if least_processes is None else least_processes
+    if not 1 <= min_processes <= num_processes or num_restarts < 0:
+        raise InputError(
+            f"expected --restarts of at least 0 and --least from 1 to {num_processes}, got {num_restarts} and "
+            f"{min_processes}"
         )
     if not 0 <= grace_s < math.inf:
         raise InputError(f"expected --grace of at least 0 seconds, got {grace_s:g}")
@@ -101,7 +104,7 @@ def launch(
         environment = dict(environment or {})
         if num_restarts:
             environment[variables.MEMORY] = str(stack.enter_context(private_folder(in_memory=True)))
-        restarts = Restarts(num_restarts, num_processes, least)
+        restarts = Restarts(num_restarts, num_processes, min_processes)
         while True:
             attempt = _Attempt(
                 command=[sys.executable, "-P", "-m", "spindle.launch.worker", str(script), *arguments],
@@ -111,7 +114,7 @@ def launch(
                 share_gpu=share_gpu,
                 scratch=scratch,
                 log_folder=log_folder,
-                is_first=not restarts.num_done,
+                is_first=not restarts.num_restarts_done,
                 grace_s=grace_s,
             )
             outcome = _run(attempt, signals)
@@ -124,7 +127,7 @@ def launch(
             decision = restarts.decide(fault)
             if num_restarts and not signals:
                 _print(decision)
-            if not restarts.goes_on or signals:
+            if not restarts.continues or signals:
                 return result.code
 
 

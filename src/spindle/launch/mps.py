@@ -60,7 +60,7 @@ def shared_gpu(num_devices: int) -> Iterator[dict[str, str]]:
         folder = Path(answer.removeprefix(_READY))
         yield _client_environment(folder, num_devices)
     finally:
-        _dismiss(supervisor, folder)
+        _stop_supervisor(supervisor, folder)
 
 
 def check_machine(num_devices: int) -> None:
@@ -105,7 +105,7 @@ def _daemon_environment(folder: Path) -> dict[str, str]:
     return {"CUDA_MPS_PIPE_DIRECTORY": str(folder / "pipe"), "CUDA_MPS_LOG_DIRECTORY": str(folder / "log")}
 
 
-def _dismiss(supervisor: subprocess.Popen[str], folder: Path | None) -> None:
+def _stop_supervisor(supervisor: subprocess.Popen[str], folder: Path | None) -> None:
     """Let the supervisor clean up. If it was killed, ask the daemon to quit from here."""
     assert supervisor.stdin is not None
     assert supervisor.stdout is not None

@@ -2,10 +2,10 @@
 
     /dev/shm/spindle-memory-<user>/<job>-<attempt>
 
-Each attempt has a folder of its own, locked by its agent. The next attempt on the node renames it, so ranks that
-outlive their agent for a moment write to a path that nobody reads. Only the folder of the attempt just before is taken
-over, once its agent has ended: after that, another node may have newer ones. What nobody has taken over within an hour
-is removed by the next agent.
+Each attempt has a folder of its own, locked by its agent. The next attempt on the node renames it once that agent has
+ended; ranks that outlive their agent for a moment then write to a path that nobody reads. Folders of earlier attempts
+are removed, because other nodes may have newer checkpoints. The next agent also removes folders that are older than an
+hour.
 """
 
 from __future__ import annotations
@@ -22,15 +22,15 @@ from pathlib import Path
 from spindle.launch.folders import locked
 
 SHARED_MEMORY = Path("/dev/shm")
-_KEPT_S = 3600.0
+_MAX_AGE_S = 3600.0
 
 
 @contextmanager
 def node_memory(job: str, attempt: int) -> Iterator[Path | None]:
-    """The folder of an attempt, with what the previous attempt has left; locked inside the context. None if there is no
+    """The folder of an attempt, with the files of the previous attempt; locked inside the context. None if there is no
     memory for it.
 
-    `job` identifies it on this host. The folder stays until `forget` removes it.
+    `job` identifies it on this host. The folder stays until `remove_memory` removes it.
     """
     folder = None
     with suppress(OSError):
@@ -42,13 +42,13 @@ def node_memory(job: str, attempt: int) -> Iterator[Path | None]:
         yield folder if is_own else None
 
 
-def forget(folder: Path | None) -> None:
+def remove_memory(folder: Path | None) -> None:
     """Remove an attempt's folder: its checkpoint is on disk, or it needs none."""
     if folder is not None:
         shutil.rmtree(folder, ignore_errors=True)
 
 
-def keep(folder: Path | None) -> None:
+def keep_memory(folder: Path | None) -> None:
     """Leave an attempt's folder to the next one, for an hour from now."""
     with suppress(OSError):
         if folder is not None:
@@ -73,7 +73,7 @@ def _take_over(job: str, attempt: int) -> Path | None:
     own.mkdir(mode=0o700, exist_ok=True)
     for other in parent.iterdir():
         with suppress(OSError):
-            is_stale = other.name.startswith(f"{name}-") or time.time() - other.stat().st_mtime > _KEPT_S
+            is_stale = other.name.startswith(f"{name}-") or time.time() - other.stat().st_mtime > _MAX_AGE_S
             if other != own and is_stale:
                 with locked(other) as is_free:
                     if is_free:

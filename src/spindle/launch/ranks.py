@@ -30,7 +30,7 @@ STOPPED_LIMIT_S = 8.0
 STOPPED_POLL_S = 0.5
 HUNG_POLL_S = 1.0
 REAP_S = 5.0
-LONGEST_TEMPORARY = 70  # the largest number of bytes in the path of a folder for temporary files
+MAX_TEMPORARY_BYTES = 70  # the largest number of bytes in the path of a folder for temporary files
 LOG_END_LINES = 20
 LOG_END_BYTES = 1 << 16
 
@@ -294,7 +294,7 @@ def folder_environment(scratch: Path, private: Path, activity: Path) -> dict[str
     folders = {variables.STORE: str(private / "store"), variables.ACTIVITY: str(activity)}
     # Removed with everything that loaders of killed ranks leave in it. Paths of sockets have at most 107 bytes.
     temporary = scratch / "tmp"
-    if len(os.fsencode(temporary)) <= LONGEST_TEMPORARY:
+    if len(os.fsencode(temporary)) <= MAX_TEMPORARY_BYTES:
         folders["TMPDIR"] = str(make_folder(temporary))
     return folders
 

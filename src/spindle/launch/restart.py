@@ -1,9 +1,9 @@
 """Whether a failed job is restarted, and with how many ranks.
 
-A rank that is lost (killed, stopped, hung) may be the machine's fault, so the job starts again with as many ranks. If
-the same rank is lost again before there can be another checkpoint, its device or its share of memory is suspected, and
-the job goes on with one rank fewer. An error of the script's own may come from a disk or a network; at the same step
-twice, it is a bug.
+If a rank is lost (killed, stopped, hung), the machine may be the cause, so the job starts again with as many ranks. If
+the same rank is lost again before the next checkpoint, its device or its share of memory is suspected, and the job
+continues with one rank fewer. An exception in the script may come from a disk or a network; at the same step twice, it
+is a bug.
 """
 
 from __future__ import annotations
@@ -25,15 +25,15 @@ class Fault:
 class Restarts:
     """Counts the restarts of a job, and decides with how many ranks it starts again."""
 
-    def __init__(self, most: int, num_processes: int, least: int) -> None:
-        self.num_processes, self.num_done, self.goes_on = num_processes, 0, True
-        self._most, self._least = most, least
+    def __init__(self, max_restarts: int, num_processes: int, min_processes: int) -> None:
+        self.num_processes, self.num_restarts_done, self.continues = num_processes, 0, True
+        self._max_restarts, self._min_processes = max_restarts, min_processes
         self._last: Fault | None = None
         self._devices, self._has_dropped = _visible_devices(num_processes), False
 
     def environment(self) -> dict[str, str]:
         """Environment of the ranks: the restart count, under torchrun's name, and the remaining devices."""
-        environment = {"TORCHELASTIC_RESTART_COUNT": str(self.num_done)} if self.num_done else {}
+        environment = {"TORCHELASTIC_RESTART_COUNT": str(self.num_restarts_done)} if self.num_restarts_done else {}
         if self._has_dropped and self._devices:
             environment["CUDA_VISIBLE_DEVICES"] = ",".join(self._devices)
         return environment
@@ -41,21 +41,21 @@ class Restarts:
     def decide(self, fault: Fault) -> str:
         """Decide what happens after a fault. Returns a line that says so."""
         last, self._last = self._last, fault
-        if self.num_done == self._most:
-            self.goes_on = False
-            return f"no restart is left of {self._most}"
+        if self.num_restarts_done == self._max_restarts:
+            self.continues = False
+            return f"no restart is left of {self._max_restarts}"
         if last is not None and not fault.is_lost and not last.is_lost and fault.step == last.step:
-            self.goes_on = False
+            self.continues = False
             place = "before the first step" if fault.step is None else f"in step {fault.step}"
             return f"not started again: the script has failed {place} twice, which is a bug, not a machine fault"
-        self.num_done += 1
+        self.num_restarts_done += 1
         lost = ""
-        if last is not None and _is_lost_again(last, fault) and self.num_processes > self._least:
+        if last is not None and _is_lost_again(last, fault) and self.num_processes > self._min_processes:
             self.num_processes, self._has_dropped = self.num_processes - 1, True
             del self._devices[fault.rank : fault.rank + 1]
             lost = f", without rank {fault.rank}, which was lost twice"
             self._last = None  # ranks are renumbered
-        return f"restart {self.num_done} of {self._most}, with {self.num_processes} ranks{lost}"
+        return f"restart {self.num_restarts_done} of {self._max_restarts}, with {self.num_processes} ranks{lost}"
 
 
 def _is_lost_again(last: Fault, fault: Fault) -> bool:

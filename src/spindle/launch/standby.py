@@ -4,8 +4,8 @@
                                                               ▲
     agent: the devices are free ── their variables ───────────┘
 
-Nothing of the user's runs before it begins, so a script never runs twice at once, and no device is touched: which ones
-the rank gets is known only then.
+No user code runs before the rank begins, so a script never runs twice at once. No device is touched either, because
+only then is it known which ones the rank gets.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from spindle.launch.folders import leave_out_foreign_inductor_cache
+from spindle.launch.folders import avoid_foreign_inductor_cache
 
 _WARM_UP = "spindle.train.warm_up", "warm_up"  # by its name: this package knows nothing of training
 _POLL_S = 0.01
@@ -29,7 +29,7 @@ _NVML_CHECK = "PYTORCH_NVML_BASED_CUDA_CHECK"
 def wait_to_begin(folder: Path) -> None:
     """In a rank: import what takes long, and wait until it may begin. Adds the variables that it begins with to the
     environment."""
-    leave_out_foreign_inductor_cache()
+    avoid_foreign_inductor_cache()
     with suppress(ImportError), _without_initializing_cuda():  # the script meets the error again, and says so
         module, function = _WARM_UP
         getattr(importlib.import_module(module), function)()
@@ -41,7 +41,8 @@ def wait_to_begin(folder: Path) -> None:
 
 @contextmanager
 def _without_initializing_cuda() -> Iterator[None]:
-    """A context in which torch asks NVML whether there are GPUs: CUDA would read CUDA_VISIBLE_DEVICES, once for all."""
+    """A context in which torch asks NVML whether there are GPUs. Asking CUDA would fix CUDA_VISIBLE_DEVICES for
+    this process."""
     before = os.environ.get(_NVML_CHECK)
     os.environ[_NVML_CHECK] = "1"
     try:
@@ -58,7 +59,7 @@ def are_ready(folder: Path, ranks: Iterable[int]) -> bool:
 
 
 def begin(folder: Path, environment: Mapping[str, str]) -> None:
-    """Have the ranks of a folder begin, with these variables in addition to their own."""
+    """Let the ranks of a folder begin, with these variables in addition to their own."""
     part = folder / f"{_BEGIN}.part"
     part.write_text(json.dumps(dict(environment)))
     part.rename(folder / _BEGIN)
