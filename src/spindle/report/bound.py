@@ -9,7 +9,7 @@ from spindle.display import count_of, percent, seconds
 from spindle.planners import Problem, best_degree_problem, lower_hull, lp_bound, paper_waves, problem_of
 from spindle.profile import Profile
 
-_TIGHT = 1e-3  # of the bound: what is as close counts as reaching it, because the numbers are printed with four digits
+_TIGHT = 1e-3  # of the bound: a smaller difference does not count, because numbers are printed with four digits
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -30,16 +30,16 @@ def last_needs(timeline: Timeline, program: Program) -> Column:
     )
     if not same:
         raise ProgramError("this timeline is of another program than the one it is explained by")
-    return _joined(timeline, instances, _own_needs(timeline, instances))
+    return _last_need_of_members(timeline, instances, _last_need_on_rank(timeline, instances))
 
 
-def _own_needs(timeline: Timeline, instances: Instances) -> Column:
+def _last_need_on_rank(timeline: Timeline, instances: Instances) -> Column:
     """For each span, the one with the latest end among those that it needs on its own rank; on ties, the last one."""
     source = np.repeat(np.arange(instances.num_instances), np.diff(instances.follower_starts))
     return _last_by(instances.followers, source, timeline.end[source], instances.num_instances)
 
 
-def _joined(timeline: Timeline, instances: Instances, own: Column) -> Column:
+def _last_need_of_members(timeline: Timeline, instances: Instances, own: Column) -> Column:
     """For each span, the latest of the needs of all spans that start together with it."""
     ends = np.where(own >= 0, timeline.end[own], -1)
     rendezvous = np.repeat(np.arange(instances.num_rendezvous), np.diff(instances.member_starts))

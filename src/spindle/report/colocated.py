@@ -1,4 +1,4 @@
-"""How level a plan is by module, and what it splits, keeps and recomputes: of plans that run encoders in parts."""
+"""The balance of plans that run encoders in parts: the load of each module over devices, and what is recomputed."""
 
 from __future__ import annotations
 
@@ -71,7 +71,8 @@ def module_loads(plan: Plan, profile: Profile) -> list[ModuleLoad]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepBalance:
-    """The slowest device over the mean of all devices, in one step: of calls in parts, of all others, and together."""
+    """The busy time of the slowest device over the mean of all devices, in one step: in calls that run in parts, in all
+    other calls, and in both together."""
 
     parts: float
     others: float
@@ -79,7 +80,7 @@ class StepBalance:
 
 
 def step_balance(timeline: Timeline, program: Program, graph: MetaGraph) -> StepBalance | None:
-    """How level a simulated or measured step is; None if none of its calls runs in parts."""
+    """The balance of a simulated or measured step; None if none of its calls runs in parts."""
     is_part = np.array([bool(graph.metaops[shape.op].items) for shape in program.slots], dtype=bool)
     if not is_part.any():
         return None

@@ -63,7 +63,7 @@ class Comparison:
         return tuple(row for row in self.rows if isinstance(row, ComparedPlan))
 
 
-_AS_GOOD = 1.02  # times as fast: less is no reason to leave plain data parallel
+_MIN_SPEEDUP = 1.02  # times as fast: less is no reason to leave plain data parallel
 
 
 def conclusion(comparison: Comparison, reference: str) -> str:
@@ -73,7 +73,7 @@ def conclusion(comparison: Comparison, reference: str) -> str:
     best, *slower = comparison.plans
     plain = next((row for row in comparison.plans if row.planner == reference), None)
     what = "Plain data parallel" if reference == REFERENCE[False] else "The usual schedule"
-    if plain is not None and plain.makespan_s <= _AS_GOOD * best.makespan_s:
+    if plain is not None and plain.makespan_s <= _MIN_SPEEDUP * best.makespan_s:
         faster = f"{best.planner} is {_faster(plain, best)} faster" if best is not plain else "no planner is faster"
         return f"{what} ({reference}) is as good here: {faster}."
     slower = [row for row in slower if row is not plain]

@@ -31,7 +31,7 @@ class CurvePoint:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class SlotStory:
+class SlotExplanation:
     """One slot: its devices, what it waited for, and what ran at the same time (op, devices)."""
 
     first: int
@@ -46,7 +46,7 @@ class SlotStory:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Inflow:
-    """Data a slot takes from another: bytes that move between devices, and bytes that are already in place."""
+    """Data that a slot takes from another: bytes that move between devices, and bytes that are already in place."""
 
     producer: str
     into_layer: int
@@ -86,7 +86,7 @@ class OpExplanation:
     batch_size: int | None
     tensor_degree: int
     recompute: bool
-    slots: tuple[SlotStory, ...]
+    slots: tuple[SlotExplanation, ...]
     curve: tuple[CurvePoint, ...]
     bound_mix: tuple[tuple[int, float], ...]
     inflows: tuple[Inflow, ...]
@@ -114,7 +114,7 @@ def explain(plan: Plan, profile: Profile, wanted: str | None = None) -> tuple[Op
                 batch_size=op.batch_size,
                 tensor_degree=setting.tensor_degrees[position],
                 recompute=setting.recompute[position],
-                slots=tuple(_story(plan, profile, timed, *entry) for entry in timed if entry[0].op == op.name),
+                slots=tuple(_explain_slot(plan, profile, timed, *entry) for entry in timed if entry[0].op == op.name),
                 curve=_points(plan, profile, position),
                 bound_mix=mixes[position],
                 inflows=tuple(
@@ -174,8 +174,8 @@ def _lane_shares(program: Program, profile: Profile) -> dict[str, tuple[LaneShar
     return {op: tuple(of_op) for op, of_op in explained.items()}
 
 
-def _overlap(passes: Sequence[tuple[int, int]], rivals: Sequence[tuple[int, int]]) -> bool:
-    return any(start < last and first < end for start, end in passes for first, last in rivals)
+def _overlap(passes: Sequence[tuple[int, int]], other_passes: Sequence[tuple[int, int]]) -> bool:
+    return any(start < last and first < end for start, end in passes for first, last in other_passes)
 
 
 def _points(plan: Plan, profile: Profile, op: int) -> tuple[CurvePoint, ...]:
@@ -200,14 +200,16 @@ def _points(plan: Plan, profile: Profile, op: int) -> tuple[CurvePoint, ...]:
     )
 
 
-def _story(plan: Plan, profile: Profile, timed: Sequence[tuple[Slot, Span]], slot: Slot, span: Span) -> SlotStory:
+def _explain_slot(
+    plan: Plan, profile: Profile, timed: Sequence[tuple[Slot, Span]], slot: Slot, span: Span
+) -> SlotExplanation:
     concurrent: dict[str, int] = {}
     slack = _SAME_TIME * plan.folded_s
     for neighbour, when in timed:
         overlaps = when.start_s < span.end_s - slack and when.end_s > span.start_s + slack
         if neighbour.op != slot.op and overlaps:
             concurrent[neighbour.op] = max(concurrent.get(neighbour.op, 0), len(neighbour.devices))
-    return SlotStory(
+    return SlotExplanation(
         first=slot.first,
         last=slot.last,
         devices=slot.devices,
@@ -245,9 +247,9 @@ def _waited_for(plan: Plan, profile: Profile, timed: Sequence[tuple[Slot, Span]]
 def _inflow(program: Program, profile: Profile, link: Link) -> Inflow:
     """The data that a slot takes from another one. A program lists only what moves; everything else that the consumer
     needs is already in place."""
-    giver, taker = program.slots[link.producer], program.slots[link.consumer]
-    cost = profile.graph.metaops[giver.op].cost
-    needed = 0.0 if cost is None else cost.output_bytes * giver.num_rows * taker.tensor_degree
+    producer, consumer = program.slots[link.producer], program.slots[link.consumer]
+    cost = profile.graph.metaops[producer.op].cost
+    needed = 0.0 if cost is None else cost.output_bytes * producer.num_rows * consumer.tensor_degree
     moved = float((link.forward.last - link.forward.first).sum() * link.bytes_per_row)
     return Inflow(
         producer=program.plan.slots[link.producer].op,
@@ -299,7 +301,7 @@ def _about_slots(explanation: OpExplanation) -> list[str]:
         layers = f"Layers {slot.first} to {slot.last - 1} run" if several else f"Layer {slot.first} runs"
         layers += f" on {count_of(len(slot.devices), 'device')} ({format_devices(sorted(slot.devices))})"
         place = f"in wave {slot.wave}, after {slot.waited_for}"
-        if explanation.lanes:  # folded times, which are those of a slot alone, are not those of the step
+        if explanation.lanes:  # the step has no folded times: lanes slow each other down
             alone_s = slot.end_s - slot.start_s
             lines.append(f"{layers} {place}; alone that takes {seconds(alone_s)}, forward and backward together.")
         else:
@@ -375,14 +377,14 @@ def _about_data(explanation: OpExplanation) -> list[str]:
         alike = producers.setdefault((inflow.into_layer, inflow.moved_bytes, total), [])
         alike.append(f"layer {inflow.into_layer - 1}" if own else inflow.producer)
     for (layer, moved, total), names in producers.items():
-        whence, each = listed(names), " each" if len(names) > 1 else ""
+        sources, each = listed(names), " each" if len(names) > 1 else ""
         if total == 0:
-            lines.append(f"Layer {layer} takes its input from {whence}; its bytes are not known.")
+            lines.append(f"Layer {layer} takes its input from {sources}; its bytes are not known.")
         elif moved == 0:
-            lines.append(f"Layer {layer} finds its input from {whence} in place ({num_bytes(total)}{each}).")
+            lines.append(f"Layer {layer} finds its input from {sources} in place ({num_bytes(total)}{each}).")
         else:
             lines.append(
-                f"Layer {layer} takes {num_bytes(total)}{each} from {whence}; {num_bytes(moved)} "
+                f"Layer {layer} takes {num_bytes(total)}{each} from {sources}; {num_bytes(moved)} "
                 f"({percent(moved / total)}){' of each' if each else ''} moves between devices."
             )
     return lines
@@ -391,13 +393,13 @@ def _about_data(explanation: OpExplanation) -> list[str]:
 def _about_weights(explanation: OpExplanation) -> list[str]:
     lines = []
     for shared in explanation.shared_weights:
-        whom = f"It shares {num_bytes(shared.num_bytes)} of weights with {listed(shared.with_ops)}"
+        with_whom = f"It shares {num_bytes(shared.num_bytes)} of weights with {listed(shared.with_ops)}"
         if not shared.with_ops:
-            whom = f"{num_bytes(shared.num_bytes)} of its weights are its own"
+            with_whom = f"{num_bytes(shared.num_bytes)} of its weights are its own"
         how = f"their gradients are synchronised over {shared.num_devices} devices"
         if shared.num_devices < 2:
             how = "nothing is synchronised for them"
-        lines.append(f"{whom}; {how}.")
+        lines.append(f"{with_whom}; {how}.")
     return lines
 
 

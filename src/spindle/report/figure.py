@@ -20,7 +20,7 @@ from spindle.simulate import simulate
 
 _WIDTH, _LEFT, _RIGHT = 960, 64, 24
 _PANEL_HEIGHT, _HEADING, _GAP = 210, 30, 22
-_LEAST_NAMED = 13  # height of a row of a lane that has its name
+_MIN_NAMED_HEIGHT = 13  # height of a row of a lane that has its name
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -151,7 +151,7 @@ def _panel(
             )
             if (first, last) == widest:
                 yield from _name_in(groups[slot.op], tasks[slot.op], x, y, width, tall, ink_on(fill))
-    has_lanes = plan.num_lanes > 1 and per_row >= _LEAST_NAMED
+    has_lanes = plan.num_lanes > 1 and per_row >= _MIN_NAMED_HEIGHT
     for row in range(num_rows) if has_lanes else sorted({0, num_rows - plan.num_lanes}):
         device, lane = divmod(row, plan.num_lanes)
         name = f"{device}|{lane}" if has_lanes else f"{device}"

@@ -181,7 +181,7 @@ def _span_columns(timeline: FleetTimeline) -> dict[str, Column]:
 
 
 def _devices(timeline: FleetTimeline) -> list[list[tuple[str, int]]]:
-    """Of each attempt, its devices: the engine picks them, and a timeline has counts; so the lowest that are free."""
+    """The devices of each attempt: the lowest free ones of its nodes, because a timeline only has their number."""
     free: dict[str, list[int]] = {node.name: list(range(node.num_devices)) for node in timeline.nodes}
     leaving: list[tuple[float, int]] = []
     taken: list[list[tuple[str, int]]] = []

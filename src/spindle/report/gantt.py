@@ -127,7 +127,7 @@ def timeline_chart(
                 code[number] = 2 * num_ops + 3
     scale = num_columns / max(1, end_ns)
     num_lanes = program.plan.num_lanes
-    # Compute is painted last: what else goes on then costs nothing.
+    # Compute is painted last, over communication that it hides.
     order = np.argsort(-timeline.lane, kind="stable")
     cells = _paint(
         timeline.num_ranks * num_lanes,

@@ -20,15 +20,16 @@ from spindle.program import COMPUTE, SYNC, TRANSFER, Backward, Forward, Program
 from spindle.timeline import Timeline, busy_intervals
 
 IDLE_LIMIT = 0.2  # of all devices' time: above it, idle time is explained
-_WORTH_TELLING = 0.02
-_DIVIDES = 0.85  # of the time: an op that takes less on more devices divides well
+_MIN_SHARE = 0.02
+_SCALES_WELL = 0.85  # an op scales well if more devices reduce its time to this share or less
 _LOSS = "loss."  # modules that stand for the losses of tasks
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class IdleCause:
-    """Idle time while a module runs, as a share of all devices' time; without a module, while nothing computes.
-    `reason` continues a sentence that begins with the module's name, `advice` is a sentence or empty."""
+    """Idle time of other devices while a module runs, as a share of all devices' time. If `module` is empty: while
+    nothing computes. `reason` continues a sentence that begins with the module's name, `advice` is a sentence or
+    empty."""
 
     module: str
     share: float
@@ -71,14 +72,14 @@ def idle_causes(
     for number in range(len(modules)):
         running[number, _covered(times, spans[module_of_span == number])] = True
     num_running = running.sum(0)
-    beside_ns = (running * np.divide(idle_ns, np.maximum(num_running, 1))).sum(1)
+    idle_beside_ns = (running * np.divide(idle_ns, np.maximum(num_running, 1))).sum(1)
     whole_ns = max(1, timeline.makespan_ns * program.num_ranks)
 
     # The slot of a module during which most of this time passes gives the reason.
-    until = np.concatenate([[0.0], np.cumsum(idle_ns)])
-    beside_slot: dict[int, float] = defaultdict(float)
+    idle_before = np.concatenate([[0.0], np.cumsum(idle_ns)])
+    idle_beside_slot: dict[int, float] = defaultdict(float)
     for slot, (start, end) in zip(slots[computes].tolist(), np.searchsorted(times, spans), strict=True):
-        beside_slot[slot] += float(until[end] - until[start]) / len(program.slots[slot].ranks)
+        idle_beside_slot[slot] += float(idle_before[end] - idle_before[start]) / len(program.slots[slot].ranks)
     causes = [
         IdleCause(
             module="",
@@ -88,14 +89,14 @@ def idle_causes(
         )
     ]
     for number, module in enumerate(modules):
-        candidates = [slot for slot in beside_slot if number_of[op_of_slot[slot]] == number]
+        candidates = [slot for slot in idle_beside_slot if number_of[op_of_slot[slot]] == number]
         if candidates:
-            slot = max(candidates, key=lambda candidate: beside_slot[candidate])
-            reason, advice = _why(program, profile, slot)
+            slot = max(candidates, key=lambda candidate: idle_beside_slot[candidate])
+            reason, advice = _reason_and_advice(program, profile, slot)
             closed = next((remark.closed for remark in profile.graph.remarks if remark.module == module), "")
             if closed:
                 reason = f"{reason}; it is one module, not its towers and other parts, because {closed}"
-            share = float(beside_ns[number]) / whole_ns
+            share = float(idle_beside_ns[number]) / whole_ns
             causes.append(IdleCause(module=module, share=share, reason=reason, advice=advice))
     return tuple(sorted((cause for cause in causes if cause.share > 0), key=lambda cause: -cause.share))
 
@@ -105,13 +106,13 @@ def idle_sentences(causes: Sequence[IdleCause], at_most: int = 4) -> list[str]:
     idle = sum(cause.share for cause in causes)
     if idle <= IDLE_LIMIT:
         return []
-    shown = [cause for cause in causes if cause.share >= _WORTH_TELLING][:at_most] or list(causes[:1])
+    shown = [cause for cause in causes if cause.share >= _MIN_SHARE][:at_most] or list(causes[:1])
     lines = [f"Why {percent(idle)} of device time is idle:"]
     for cause in shown:
         text = f"beside {cause.module}, which {cause.reason}" if cause.module else f"while {cause.reason}"
         lines.append(f"- {percent(cause.share)} {text}.")
     rest = [cause for cause in causes[len(shown) :] if cause.module]
-    if sum(cause.share for cause in rest) >= _WORTH_TELLING:
+    if sum(cause.share for cause in rest) >= _MIN_SHARE:
         names = listed([cause.module for cause in rest], at_most=3)
         lines.append(f"- {percent(sum(cause.share for cause in rest))} beside {names}.")
     advice = list(dict.fromkeys(cause.advice for cause in shown if cause.advice))
@@ -134,7 +135,7 @@ def _name(op: MetaOp) -> str:
     return f"the loss of {op.task}" if op.module.startswith(_LOSS) else op.module
 
 
-def _why(program: Program, profile: Profile, slot: int) -> tuple[str, str]:
+def _reason_and_advice(program: Program, profile: Profile, slot: int) -> tuple[str, str]:
     """Why the op of a slot does not use more devices, and what would help."""
     graph, plan = profile.graph, program.plan
     position, num_devices = program.slots[slot].op, len(program.slots[slot].ranks)
@@ -177,7 +178,7 @@ def _why(program: Program, profile: Profile, slot: int) -> tuple[str, str]:
     layer_s = curve.layer_s(num_devices, setting.recompute[position])
     fastest = min(more, key=lambda count: curve.layer_s(count, setting.recompute[position]))
     fastest_s = curve.layer_s(fastest, setting.recompute[position])
-    if fastest_s > _DIVIDES * layer_s:
+    if fastest_s > _SCALES_WELL * layer_s:
         return (
             f"is too small to divide: a layer takes {seconds(layer_s)} on {count_of(num_devices, 'device')} and "
             f"{seconds(fastest_s)} on {fastest}"

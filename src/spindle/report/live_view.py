@@ -2,10 +2,9 @@
 
     store ── new events ──▶ History ── FleetTimeline ──▶ page ◀── GET / ── browser ── GET /version, every 2 s
 
-A process of its own, so that no browser delays the scheduler; it ends with its standard input, which the scheduler
-holds. It listens on loopback alone, answers GET of two paths, to requests that name this address (a page of another
-site must not read it through a name of its own), changes nothing, and makes a page at most as often as it takes a tenth
-of its time.
+It is a process of its own, so that no browser delays the scheduler, and ends when the scheduler closes its standard
+input. It is read-only: it listens on loopback and answers GET of two paths. The Host header must name this address, so
+that other sites cannot read it by DNS rebinding. It renders pages for at most a tenth of its time.
 """
 
 from __future__ import annotations
@@ -31,8 +30,8 @@ from spindle.report.html import page_html
 LOOPBACK = "127.0.0.1"
 _MAX_REQUESTS = 8  # that are answered at once; more are turned away
 _REQUEST_S = 10.0  # that a browser may take to ask, or to read
-_SHARE = 0.1  # of this process's time in which pages are made
-_LEAST_S = 1.0  # between two pages
+_SHARE = 0.1  # of this process's time may be spent on rendering
+_MIN_INTERVAL_S = 1.0  # between two pages
 _EMPTY = """<!DOCTYPE html><html lang="en"><head><meta charset="utf-8"><meta http-equiv="refresh" content="2">
 <title>{title}</title></head><body><h1>{title}</h1><p>No job was submitted yet: spindle fleet submit train.py</p>
 </body></html>"""
@@ -74,7 +73,7 @@ class LivePage:
             self._page = self._rendered(self._history)
             self._page_events = self._num_events
         spent_s = time.monotonic() - begin_s
-        self._next_s = time.monotonic() + max(_LEAST_S, spent_s / _SHARE)
+        self._next_s = time.monotonic() + max(_MIN_INTERVAL_S, spent_s / _SHARE)
 
     def _rendered(self, history: History) -> bytes:
         timeline = history.timeline(self._path.name)

@@ -19,9 +19,9 @@ from spindle.report.palette import darker, group_of, ink_on, palette_of
 
 _WIDTH, _LEFT, _RIGHT = 1200, 56, 20
 _ROW, _HEADING, _GAP = 26, 30, 18
-_LEAST_ROW, _LEAST_LABELLED, _PANEL = 5, 13, 416  # rows of many devices are lower, and not all have a number
+_MIN_ROW, _MIN_LABELLED, _PANEL = 5, 13, 416  # rows of many devices are lower, and not all have a number
 _MAX_IMPROVEMENTS = 16
-_LEAST_EDGED = 4  # pixels: edges of narrower boxes would hide their colour
+_MIN_EDGED = 4  # pixels: edges of narrower boxes would hide their colour
 
 
 def search_tables(title: str, results: Sequence[SearchResult]) -> list[Table]:
@@ -98,7 +98,7 @@ def pipeline_figure(panels: Sequence[tuple[str, Plan, Profile]]) -> Drawing:
         facts = f"{seconds(plan.makespan_s)}, {plan.makespan_s / plan.bound_s:.2f} × the bound"
         body.append(Label(x=_WIDTH - _RIGHT, y=top - 10, text=facts, size=13, anchor="end"))
         rows = _rows_of(plan)
-        row_height = max(_LEAST_ROW, min(_ROW, _PANEL / len(set(rows.values()))))
+        row_height = max(_MIN_ROW, min(_ROW, _PANEL / len(set(rows.values()))))
         palette = palette_of(graph)
         colours |= {group_of(op): colour for op, colour in zip(graph.metaops, palette.colours, strict=True)}
         body += _panel(plan, profile, rows, row_height, top, scale)
@@ -135,7 +135,7 @@ def _panel(
     num_rows = len(set(rows.values()))
     width = plan.folded_s * scale
     yield Box(x=_LEFT, y=top, width=width, height=row_height * num_rows, fill=IDLE)
-    for row in range(0, num_rows, math.ceil(_LEAST_LABELLED / row_height)):
+    for row in range(0, num_rows, math.ceil(_MIN_LABELLED / row_height)):
         yield Label(x=_LEFT - 8, y=top + (row + 0.5) * row_height + 4, text=f"{row}", size=11, anchor="end")
     for span in spans(plan, profile):
         slot = plan.slots[span.slot]
@@ -156,10 +156,10 @@ def _panel(
             height=height,
             fill=fill,
             edge=edge,
-            edge_width=0.8 if wide >= _LEAST_EDGED else 0.0,
-            hatched=span.kind != FORWARD and wide >= _LEAST_EDGED,
+            edge_width=0.8 if wide >= _MIN_EDGED else 0.0,
+            hatched=span.kind != FORWARD and wide >= _MIN_EDGED,
             title=f"{slot.op}, {kind}{recomputed}{offloaded}",
         )
         label = f"{slot.microbatch}"
-        if wide > 7 * len(label) + 3 and height >= _LEAST_LABELLED:
+        if wide > 7 * len(label) + 3 and height >= _MIN_LABELLED:
             yield Label(x=x + wide / 2, y=y + height / 2 + 4, text=label, size=10, fill=ink_on(fill), anchor="middle")

@@ -85,10 +85,10 @@ def write_run(
 ) -> None:
     """Write the files of a run's current plan, which replace those of an earlier plan; `measured` is by step.
 
-    Without a `workload`, the existing one is kept. Lines of steps are written elsewhere, as they happen.
+    Without a `workload`, the existing file stays. `steps.jsonl` is written elsewhere, step by step.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    (folder / RUN).unlink(missing_ok=True)  # the folder is whole when it is there again
+    (folder / RUN).unlink(missing_ok=True)  # written last: without it, the folder is incomplete
     for old in folder.iterdir():
         if _MEASURED.fullmatch(old.name):
             old.unlink()

@@ -25,8 +25,8 @@ def run_report(runs: Mapping[str, Run]) -> StepReport:
             notes=_notes(run),
             attachments=run.profiler_traces,
         )
-    firsts = tuple(_named(name, _typical(run)) for name, run in runs.items())
-    rest = tuple(_named(name, _predicted(run)) for name, run in runs.items() if run.measured)
+    firsts = tuple(_with_prefix(name, _typical(run)) for name, run in runs.items())
+    rest = tuple(_with_prefix(name, _predicted(run)) for name, run in runs.items() if run.measured)
     return StepReport(
         title=" and ".join(runs),
         timelines=firsts + rest,
@@ -54,7 +54,7 @@ def _typical(run: Run) -> ShownTimeline:
     return by_time[len(by_time) // 2] if by_time else _predicted(run)
 
 
-def _named(name: str, shown: ShownTimeline) -> ShownTimeline:
+def _with_prefix(name: str, shown: ShownTimeline) -> ShownTimeline:
     return replace(shown, name=f"{name}: {shown.name}")
 
 

@@ -10,7 +10,7 @@ from spindle.display import figures
 from spindle.report.predicted_vs_measured import Pair, StepComparison
 
 _MAX_TASKS = 8
-_WORTH_TELLING = 0.02  # of a step
+_MIN_SHARE = 0.02  # of a step
 _NUM_DIFFERENCES = 2
 
 
@@ -44,10 +44,10 @@ def largest_differences(comparison: StepComparison) -> list[str]:
         ("The optimizer takes", "", totals.optimizer),
         *((f"{module.module} computes", "", _per_device(module.both, num_ranks)) for module in comparison.modules),
     ]
-    least_s = _WORTH_TELLING * totals.step.predicted_s
+    least_s = _MIN_SHARE * totals.step.predicted_s
     parts.sort(key=lambda part: -abs(part[2].difference_s))
     sentences = [_sentence(*part) for part in parts[:_NUM_DIFFERENCES] if abs(part[2].difference_s) >= least_s]
-    return sentences or [f"Every part of a device's step is as predicted, to within {_WORTH_TELLING:.0%} of the step."]
+    return sentences or [f"Every part of a device's step is as predicted, to within {_MIN_SHARE:.0%} of the step."]
 
 
 def _per_device(pair: Pair, num_ranks: int) -> Pair:
