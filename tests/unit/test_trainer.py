@@ -29,6 +29,7 @@ from spindle.errors import PlanError, SpindleError, TrainingError, WorkloadError
 from spindle.graph import metagraph_of  # noqa: E402
 from spindle.launch import variables  # noqa: E402
 from spindle.launch.capture import WorkloadCapture, active_capture, capturing  # noqa: E402
+from spindle.launch.failure import failure_of  # noqa: E402
 from spindle.plan import write_plan  # noqa: E402
 from spindle.planners import make_plan  # noqa: E402
 from spindle.profile import SmTimes, write_profile  # noqa: E402
@@ -211,7 +212,7 @@ def test_a_wrong_batch_is_explained(loader, message):
     assert "task 'pull'" in str(caught.value)
 
 
-def test_an_error_in_a_loader_names_the_task_and_stays_itself():
+def test_an_error_in_a_loader_names_the_task_and_stays_itself(monkeypatch):
     def loader():
         yield from rows(4)
         raise OSError("disk on fire")
@@ -220,9 +221,26 @@ def test_an_error_in_a_loader_names_the_task_and_stays_itself():
     with pytest.raises(OSError, match="disk on fire") as caught:
         fit(task, loader(), steps=3)
     assert caught.value.__notes__ == ["in the loader of task 'pull'"]
+    monkeypatch.delenv("SPINDLE_DEBUG", raising=False)
+    text = failure_of(caught.value, rank=0).text
+    assert 'raise OSError("disk on fire")' in text
+    assert "src/spindle" not in text
+    assert re.search(
+        r"OSError: disk on fire\nin the loader of task 'pull'\n\(SPINDLE_DEBUG=1 also shows \d+ lines", text
+    )
+    monkeypatch.setenv("SPINDLE_DEBUG", "1")
+    assert "src/spindle" in failure_of(caught.value, rank=0).text
 
 
-def test_a_module_that_gives_no_nest_of_tensors_is_refused():
+@pytest.mark.parametrize(
+    ("decorate", "hint"),
+    [
+        (lambda kind: kind, "let it return tensors, or tuples, lists and dicts of them"),
+        (dataclasses.dataclass, r"write torch.export.register_dataclass\(Answer\) once, below the class"),
+    ],
+)
+def test_a_module_that_gives_no_nest_of_tensors_is_refused(decorate, hint):
+    @decorate
     class Answer:
         pass
 
@@ -236,7 +254,9 @@ def test_a_module_that_gives_no_nest_of_tensors_is_refused():
     def pull(batch):
         return strange(batch["x"])
 
-    with pytest.raises(WorkloadError, match="module 'strange' returns a Answer, which is not a tensor or a nested"):
+    with pytest.raises(
+        WorkloadError, match=rf"module 'strange' returns an object of class Answer, .* of tensors; {hint}"
+    ):
         fit(pull, rows(4), steps=1)
 
 

@@ -122,7 +122,7 @@ def _root(
 ) -> None:
     """Train several multimodal tasks in one step without leaving GPUs idle.
 
-    Most verbs take a training script, or the name of a recipe from the papers. Planning needs no GPU. Start with:
+    Most commands take a training script, or the name of a recipe from the papers. Planning needs no GPU. Start with:
 
     spindle init two-tower -o train.py
 

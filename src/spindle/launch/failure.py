@@ -22,10 +22,12 @@ from types import TracebackType
 from typing import Literal, NoReturn, get_args
 
 from spindle.errors import PeerLostError, SpindleError
+from spindle.launch.user_code import is_users_file
 
 _TORCHELASTIC_VARIABLE = "TORCHELASTIC_ERROR_FILE"
 _MAX_TEXT = 1 << 18  # characters of a report
 INTERRUPTED = 130  # as in shells: 128 + SIGINT
+_SPINDLE = Path(__file__).parents[1]
 _RUNNERS = frozenset({runpy.run_path.__code__.co_filename, str(Path(__file__).with_name("worker.py"))})
 
 
@@ -251,8 +253,16 @@ def _message(error: SpindleError) -> str:
 
 
 def _traceback(error: BaseException) -> str:
-    """The traceback without the frames that ran the script."""
+    """The traceback without the frames that ran the script, and without those of Spindle between frames of the user's
+    code (a dataset, a callback)."""
     trace = error.__traceback__
     while trace is not None and trace.tb_frame.f_code.co_filename in _RUNNERS:
         trace = trace.tb_next
-    return "".join(traceback.format_exception(type(error), error, trace)).rstrip("\n")
+    shown = traceback.TracebackException(type(error), error, trace)
+    innermost = max((place for place, frame in enumerate(shown.stack) if is_users_file(frame.filename)), default=0)
+    ours = [frame for frame in shown.stack[:innermost] if Path(frame.filename).is_relative_to(_SPINDLE)]
+    if not ours or is_debugging():
+        return "".join(shown.format()).rstrip("\n")
+    shown.stack = traceback.StackSummary.from_list([frame for frame in shown.stack if frame not in ours])
+    left_out = f"(SPINDLE_DEBUG=1 also shows {len(ours)} lines of Spindle)"
+    return "".join([*shown.format(), left_out])

@@ -6,6 +6,7 @@ axis of everything that crosses a cut. Code that reads values, which fake tensor
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
@@ -438,10 +439,15 @@ def counted_saved_bytes() -> Iterator[Callable[[], int]]:
 def _refuse_objects(visit: Visit) -> None:
     for leaf in tree_leaves(visit.values):
         if not isinstance(leaf, torch.Tensor | bool | int | float | str | None):
-            hint = "call it with use_cache=False, or let it" if "Cache" in type(leaf).__name__ else "let it"
+            kind = type(leaf).__name__
+            hint = "let it return tensors, or tuples, lists and dicts of them"
+            if dataclasses.is_dataclass(leaf):
+                hint = f"write torch.export.register_dataclass({kind}) once, below the class"
+            elif "Cache" in kind:
+                hint = f"call it with use_cache=False, or {hint}"
             raise WorkloadError(
-                f"module {visit.call.handle.name!r} returns a {type(leaf).__name__}, which is not a tensor or a "
-                f"nested tuple, list or dict of tensors; {hint} return tensors, or tuples, lists and dicts of them"
+                f"module {visit.call.handle.name!r} returns an object of class {kind}, which is not a tensor or a "
+                f"nested tuple, list or dict of tensors; {hint}"
             )
 
 
