@@ -23,6 +23,8 @@ import internals  # noqa: E402
 import spindle  # noqa: E402
 from comparison import Comparison, assert_close  # noqa: E402
 from spindle.plan import parse_plan  # noqa: E402
+from spindle.planners import choose_colocation  # noqa: E402
+from spindle.train import plan  # noqa: E402
 from spindle.train.balanced_feed import BalancedFeed, _BalancedLoad  # noqa: E402
 from sweeps import RUNS_ALL  # noqa: E402
 from trainings import modules_of, parameters_of, sgd, train_plainly  # noqa: E402
@@ -86,6 +88,27 @@ def test_balanced_data_train_like_one_process(pool, num_ranks, planner, num_work
     answers = pool.run(num_ranks, train_balanced, steps=5, planner=planner, num_workers=num_workers)
     assert_close([answer[0] for answer in answers], 1e-9)
     assert all(answer[1] == answers[0][1] for answer in answers)
+
+
+def train_and_note_batches(rank, num_ranks):
+    """What the layout was chosen on: the ops of a batch, by batch."""
+    batches = []
+
+    def choose(*arguments):
+        batches.extend(each[0].graph.metaops for each in (arguments[1], *arguments[-1]))
+        return choose_colocation(*arguments)
+
+    with mock.patch.object(plan, "choose_colocation", choose):
+        comparison = train_balanced(rank, num_ranks)[0]
+    return comparison, batches
+
+
+def test_a_layout_is_chosen_for_the_mixes_that_come(pool):
+    answers = pool.run(2, train_and_note_batches)
+    assert_close([answer[0] for answer in answers], 1e-9)
+    first, last = answers[0][1]  # the batch of step 0, and one with as many scans as in the last step
+    assert first != last
+    assert answers[1][1] == []  # rank 0 chooses
 
 
 def train_balanced_on_sequence_groups(rank, num_ranks, seed):

@@ -163,6 +163,17 @@ def test_samples_that_are_too_long_are_named_truncated_or_skipped():
         unknown.step_after(unknown.state, 1, 1)
 
 
+def test_a_mix_has_extremes_where_shares_change():
+    def extremes(*steps, **weights):
+        return Mix(weights).extremes(*steps)
+
+    assert extremes(0, 1000, a=1.0, b=2.0) == []
+    assert extremes(0, 1000, a=1.0, b=lambda step: 1 + step) == [1000]
+    assert extremes(10, 74, a=lambda step: abs(step - 40), b=1.0) == [40, 74]
+    assert extremes(0, 1000, a=lambda step: 1 + step, b=lambda step: 2 + 2 * step) == []  # in the same ratio
+    assert extremes(3, 3, a=lambda step: step, b=1.0) == []
+
+
 def test_an_index_is_read_from_files(tmp_path):
     lines = tmp_path / "a.jsonl"
     lines.write_text('{"tokens": 3, "items": [2, 4]}\n\n{"tokens": 4}\n')

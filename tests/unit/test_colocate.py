@@ -180,6 +180,30 @@ def test_a_figure_has_parts_inside_the_rows_of_their_rank():
             assert min(width, rows) < 0.01, (one.title, other.title)
 
 
+def test_a_layout_for_several_batches_has_the_shortest_worst_step():
+    batches = microbatches([500], [], [700], [], [], [64]), microbatches(*[[16000]] * 6)
+
+    def steps_at(memory_gib, with_others):
+        """The layout, and the steps of both batches with it."""
+        light, heavy = (
+            [profiled(batch, memory_gib=memory_gib, part_tokens=size) for size in (None, 1)] for batch in batches
+        )
+        _, layout = choose_colocation("colocate", light, [], 2, other_batches=[heavy] if with_others else ())
+        steps = []
+        for _, profile in (light, heavy):
+            with suppress(DoesNotFitError):
+                steps.append(make_plan(profile, "colocate", PlanOptions(layouts=(layout,))).makespan_s)
+        return layout, steps
+
+    (_, (light_s, heavy_s)), (_, (other_light_s, other_heavy_s)) = (steps_at(0.3, each) for each in (False, True))
+    assert heavy_s > 1.03 * other_heavy_s
+    assert light_s < other_light_s < 1.02 * light_s
+    # A batch for which no layout has memory decides nothing, though encoders alone on a rank look as if they had.
+    (layout, alone), (_, (with_other,)) = steps_at(0.2, True), steps_at(0.2, False)
+    assert layout.chains[0].placement == REPLICATED
+    assert alone == [pytest.approx(with_other, rel=0.02)]
+
+
 def test_a_schedule_that_loses_nothing_is_taken():
     """On one rank there is no bubble, so no layout has less to lose."""
     in_parts = [profiled(microbatches(*[[500]] * 4), "h800x2", part_tokens=size) for size in (None, 1)]

@@ -18,6 +18,7 @@ from spindle.data.lengths import Column
 from spindle.errors import InputError
 
 Weight = float | Callable[[int], float]
+_NUM_LOOKED_AT = 65  # steps of a training, where the mix may change
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,6 +44,15 @@ class Mix:
                 + ", ".join(f"{name} {weight:g}" for name, weight in weights.items())
             )
         return weights
+
+    def extremes(self, first: int, last: int) -> list[int]:
+        """The steps from `first` to `last` in which a source has its smallest or its largest share, of some that lie
+        evenly between them; none if the shares stay what they are at `first`."""
+        steps = np.unique(np.linspace(first, last, _NUM_LOOKED_AT).astype(np.int64)).tolist()
+        weights = np.array([list(self.at(step).values()) for step in steps])
+        shares = weights / weights.sum(axis=1, keepdims=True)
+        places = {*shares.argmin(axis=0).tolist(), *shares.argmax(axis=0).tolist()}
+        return [steps[place] for place in sorted(places) if not np.allclose(shares[place], shares[0])]
 
     @property
     def text(self) -> str:

@@ -22,6 +22,7 @@ from spindle.data import (
     Microbatch,
     SampleNumber,
     State,
+    UnknownLengths,
     Unreadable,
     Wanted,
 )
@@ -126,6 +127,20 @@ class BalancedFeed(Feed):
     def peek(self, number: int) -> Batch:
         return self._batch_without_values(number + self._given)
 
+    def unlike_steps(self, num_steps: int) -> list[list[Batch]]:
+        """The next step with the mix of each step in which a source has its smallest or largest share."""
+        steps = []
+        try:
+            state = self._state_at(self._given)
+            for step in self._data.mix.extremes(state.step, state.step + max(0, num_steps - 1)):
+                microbatches, _ = self._data.step_after(
+                    replace(state, step=step), self._num_microbatches, self.definition.batch_size
+                )
+                steps.append([self._without_values(microbatch) for microbatch in microbatches])
+        except (InputError, UnknownLengths):  # of steps that may never run
+            return []
+        return steps
+
     def at(self, number: int) -> Batch:
         self._given = number + 1
         batch = self._batch_without_values(number)
@@ -220,7 +235,19 @@ class BalancedFeed(Feed):
 
     def _batch_without_values(self, number: int, *, counts: bool = True) -> Batch:
         """A batch of which only the shapes are known so far."""
-        entries, microbatch = item_entries(self.definition), self._microbatch(number)
+        microbatch = self._microbatch(number)
+        tokens = microbatch.num_tokens
+        batch = self._without_values(microbatch)
+        if self.definition.tokens is not None and counts:
+            if self.decodes_ahead:
+                tokens = self._result_of(number, None)
+            else:
+                tokens = int(self.definition.tokens(self._decoder.decode(microbatch, self._token_fields())))
+        return replace(batch, tokens=tokens, load=_BalancedLoad(self, number))
+
+    def _without_values(self, microbatch: Microbatch) -> Batch:
+        """The shapes of a batch."""
+        entries = item_entries(self.definition)
         has_items = bool(microbatch.item_lengths and entries)
         if not self._forms or (has_items and not entries.keys() <= self._forms.keys()):
             self._decode_whole(microbatch)  # decode one batch to learn the shapes of its entries
@@ -235,21 +262,14 @@ class BalancedFeed(Feed):
                 shape = (sum(microbatch.item_lengths) if is_ragged else len(microbatch.item_lengths), *row)
             nest[name] = torch.empty(shape, dtype=dtype, device="meta")
         lengths = {self._length_entry: microbatch.item_lengths} if has_items and self._length_entry else {}
-        tokens = microbatch.num_tokens
-        if self.definition.tokens is not None and counts:
-            if self.decodes_ahead:
-                tokens = self._result_of(number, None)
-            else:
-                tokens = int(self.definition.tokens(self._decoder.decode(microbatch, self._token_fields())))
         return Batch(
             nest=nest,
             num_rows=self.definition.batch_size,
             signature=with_lengths(signature_of(nest), lengths),
             fingerprint=self._digest(microbatch),
-            tokens=tokens,
+            tokens=microbatch.num_tokens,
             lengths=lengths,
             item_entries=frozenset(entries),
-            load=_BalancedLoad(self, number),
         )
 
 

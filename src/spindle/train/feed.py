@@ -163,6 +163,11 @@ class Feed:
             self._read_ahead.append(self._read())
         return self._read_ahead[-1]
 
+    def unlike_steps(self, num_steps: int) -> list[list[Batch]]:
+        """Steps without values that are as unlike the next one as those of the next `num_steps` may be, as far as that
+        is known ahead."""
+        return []
+
     def peek(self, number: int) -> Batch:
         """The batch that comes `number` batches after the next one, without consuming any."""
         while len(self._read_ahead) <= number:

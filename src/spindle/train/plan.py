@@ -10,6 +10,7 @@ import os
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, fields, replace
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -46,6 +47,8 @@ from spindle.train.trial import why_not_sharded
 
 # The share of the memory limit that plans may use: predictions of memory are about this accurate.
 _PLANNED_MEMORY = 0.95
+
+SampleStep = Sequence[Mapping[str, Batch]]  # batches by micro-step and task variant
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -122,12 +125,12 @@ def plan_workload(
     progress: Progress,
     notify: Callable[[str], None],
     examples: Mapping[str, Any],
-    sample_step: Sequence[Mapping[str, Batch]] = (),
+    sample_steps: Sequence[SampleStep] = (),
 ) -> PlannedWorkload:
     """Make a plan, lower it to a program, and verify the program.
 
-    `examples` has a batch of each task variant. `sample_step` has, on rank 0, the batches of a representative step, by
-    micro-step and variant.
+    `examples` has a batch of each task variant. `sample_steps` are, on rank 0, a representative step, and steps as
+    unlike it as the data may become.
     """
     planning = config.planning
     if planning.memory_limit_bytes is not None:
@@ -144,7 +147,7 @@ def plan_workload(
     if planning.is_pipelined:
         profile = on_one_device(profile)  # each stage has one device
         with progress.bar("planning"):
-            layout, parts, plan = _pipeline_plan(workload, profile, config, world, notify, examples, sample_step)
+            layout, parts, plan = _pipeline_plan(workload, profile, config, world, notify, examples, sample_steps)
     else:
         with progress.bar("planning") as report_share:
             plan = _shared_plan(workload, profile, config, world, report_share, notify)
@@ -199,7 +202,7 @@ def _pipeline_plan(
     world: World,
     notify: Callable[[str], None],
     examples: Mapping[str, Any],
-    sample_step: Sequence[Mapping[str, Batch]],
+    sample_steps: Sequence[SampleStep],
 ) -> tuple[Layout, PartSettings, Plan]:
     """Rank 0's placement of chunks, on all ranks, with a plan of one microbatch of each task variant; and how item
     calls are split into parts if encoders are replicated.
@@ -227,7 +230,7 @@ def _pipeline_plan(
             layout = pipeline_layout(profile, num_ranks, shards_optimizer is True)
         else:
             layout, part_tokens = _choose_colocation(
-                workload, profile, config, num_ranks, measured, sample_step, shards_optimizer
+                workload, profile, config, num_ranks, measured, sample_steps, shards_optimizer
             )
             planner = PIPELINE if part_tokens is None else str(planning.planner)
         options = PlanOptions(seed=config.seed, evaluations=1, layouts=(layout,))
@@ -279,24 +282,25 @@ def _choose_colocation(
     config: TrainConfig,
     num_ranks: int,
     measured: Mapping[str, BatchItems],
-    sample_step: Sequence[Mapping[str, Batch]],
+    sample_steps: Sequence[SampleStep],
     shards_optimizer: bool | None,
 ) -> tuple[Layout, int | None]:
-    """Where encoders are placed and how large parts are, chosen on one step. The part size is None if all modules are
-    best spread over ranks."""
+    """Where encoders are placed and how large parts are, chosen on the first of the steps, and for what the others are
+    like. The part size is None if all modules are best spread over ranks."""
     planner, graph, code = str(config.planning.planner), workload.graph, workload.code
     tasks = workload.bound.tasks
     batches = {(name, 0): batch for name, batch in measured.items()}  # by variant and signature
     scales: dict[tuple[str, int], dict[int, float]] = {(name, 0): {} for name in measured}
-    for row in sample_step:
+    for row in chain.from_iterable(sample_steps):
         for name, batch in row.items():
             batches[name, batch.signature] = BatchItems(without_values(batch.nest), batch.lengths)
             # Shapes are not inferred yet: calls without items are assumed to take time in proportion to their rows.
             scale = _num_row_elements(tasks[name], batch.nest) / _num_row_elements(tasks[name], measured[name].nest)
             scales[name, batch.signature] = dict.fromkeys(range(len(graph.metaops)), scale)
-    key: Key = tuple(
-        tuple((name, batch.num_rows, batch.signature) for name, batch in row.items()) for row in sample_step
-    )
+    key, *unlike = [
+        tuple(tuple((name, batch.num_rows, batch.signature) for name, batch in row.items()) for row in step)
+        for step in sample_steps or [()]
+    ]
     if not any(key):  # the first batches of the variants of each task, in turn
         variants: dict[int, list[str]] = {}  # by the function of their task
         for name, task in tasks.items():
@@ -308,9 +312,15 @@ def _choose_colocation(
             )
             for number in range(max(config.gradient_accumulation_steps, *map(len, variants.values())))
         )
+
     # modules of variants that the step does not have need a place, too
-    missing = set(tasks).difference(name for row in key for name, _, _ in row)
-    key += tuple(((name, tasks[name].recorded.definition.batch_size, 0),) for name in tasks if name in missing)
+    def with_all_tasks(key: Key) -> Key:
+        missing = set(tasks).difference(name for row in key for name, _, _ in row)
+        return key + tuple(
+            ((name, tasks[name].recorded.definition.batch_size, 0),) for name in tasks if name in missing
+        )
+
+    key = with_all_tasks(key)
     sizes = []  # of all items of a microbatch
     for group in groups_of_ops(graph, code, range(len(graph.metaops))):
         known, variant = item_code(code[group[0]]), graph.metaops[group[0]].task
@@ -330,7 +340,7 @@ def _choose_colocation(
             'call; declare them with @spindle.task(items={...}), or take planner="pipeline"'
         )
 
-    def step_profile(part_tokens: int | None) -> Profile:
+    def step_profile(part_tokens: int | None, key: Key = key) -> Profile:
         parts = PartSettings(part_tokens, measured, config.planning.sequence_parallel_degrees)
         return step_graph(key, profile, code, scales, None, dict.fromkeys(tasks, 1), batches, parts).profile
 
@@ -341,7 +351,15 @@ def _choose_colocation(
             in_parts.setdefault(part_tokens, step_profile(part_tokens))
     whole = in_parts.get(WHOLE_CALLS)
     part_profiles = [] if whole is None else [whole, *in_parts.values()]
-    chosen, layout = choose_colocation(planner, part_profiles, [step_profile(None)], num_ranks, shards_optimizer)
+    others = [[step_profile(part_tokens, with_all_tasks(other)) for part_tokens in in_parts] for other in unlike]
+    chosen, layout = choose_colocation(
+        planner,
+        part_profiles,
+        [step_profile(None)],
+        num_ranks,
+        shards_optimizer,
+        [[*profiles[:1], *profiles] for profiles in others],
+    )
     if all(chain.placement == SPREAD for chain in layout.chains):
         return layout, None
     return layout, next(part_tokens for part_tokens, candidate in in_parts.items() if candidate is chosen)

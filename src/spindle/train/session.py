@@ -75,6 +75,7 @@ class TrainSession:
         self.saved_planning = scheduled_planning(config.planning, world)
         # On rank 0, by micro-step and task: the batches on which placements are chosen.
         self.sample_step: list[dict[str, Batch]] = []
+        self.unlike_steps: list[list[dict[str, Batch]]] = []  # as far from it as the data may drift
         self._optimizer_state: OptimizerState | StateFor | None = None  # for the next optimizer, while there is none
 
     @contextmanager
@@ -138,6 +139,7 @@ class TrainSession:
         if self.runtime is None:
             if not self.sample_step and self.config.planning.takes_parts and self.world.rank == 0:
                 self.sample_step = self._first_step_of(feeds)
+                self.unlike_steps = self._unlike_steps_of(feeds)
             self.runtime = self._make_plan(profiled)
 
     def check_recordings(self) -> None:
@@ -156,24 +158,39 @@ class TrainSession:
 
     def _first_step_of(self, feeds: Mapping[str, Feed]) -> list[dict[str, Batch]]:
         """The batches of the first step. They are read again when it runs."""
-        micro_steps = []
-        for number in range(self.config.gradient_accumulation_steps):
-            read = {task: feed.peek(number) for task, feed in feeds.items()}
-            micro_steps.append(
-                {task: replace(batch, variant=self.variants.key_of(task, batch)) for task, batch in read.items()}
-            )
-        return micro_steps
+        numbers = range(self.config.gradient_accumulation_steps)
+        return [self._with_variants({task: feed.peek(number) for task, feed in feeds.items()}) for number in numbers]
+
+    def _unlike_steps_of(self, feeds: Mapping[str, Feed]) -> list[list[dict[str, Batch]]]:
+        """The first step with the batches of one task replaced by those of each of its `unlike_steps`."""
+        return [
+            [row | self._with_variants({task: batch}) for row, batch in zip(self.sample_step, batches, strict=True)]
+            for task, feed in feeds.items()
+            for batches in feed.unlike_steps(self.fit_steps or 0)
+        ]
+
+    def _with_variants(self, row: Mapping[str, Batch]) -> dict[str, Batch]:
+        return {task: replace(batch, variant=self.variants.key_of(task, batch)) for task, batch in row.items()}
 
     def _make_plan(self, profiled: ProfiledWorkload) -> RankRuntime:
         workload, config, world = profiled.workload, self.config, self.world
         config = self.saved_planning.applied_to(config, workload.graph, profiled.profile, world.size)
         self.saved_planning = replace(self.saved_planning, plan=None)  # the saved plan is only for the first plan
         examples = self._examples()
-        known = [
-            {variant.name: batch for task, batch in row.items() if (variant := self.variants.get(task, batch.variant))}
-            for row in self.sample_step
+        sample_steps = [
+            [
+                {
+                    variant.name: batch
+                    for task, batch in row.items()
+                    if (variant := self.variants.get(task, batch.variant))
+                }
+                for row in step
+            ]
+            for step in (self.sample_step, *self.unlike_steps)
         ]
-        planned = plan_workload(workload, profiled.profile, config, world, self.progress, self.notify, examples, known)
+        planned = plan_workload(
+            workload, profiled.profile, config, world, self.progress, self.notify, examples, sample_steps
+        )
         if self.run_folder is not None:
             self.run_folder.write_plan(planned, workload, is_new=self.step == 0, notices=self.notices)
         report_workload(workload.bound.workload, config, world)

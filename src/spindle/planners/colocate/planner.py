@@ -69,6 +69,7 @@ _LAG = (2, 0, 4, EVERYTHING)
 _ROUNDS = (1, 2, 4)  # how often the language model passes its ranks
 _LEAST_LOSS = 1.03  # of a schedule over all its work, spread evenly: no layout is tried that has to lose less
 _FIRST_NEAR, _NEAR = 1.08, 1.03  # layouts within these factors of the shortest get a second look, and become plans
+_FAR = 1.25  # with several batches, layouts whose work alone is longer are left out
 _NUM_FINALISTS = 4  # layouts that become plans, which differ by some percent from their schedules
 _EVALUATIONS = 256  # of planner `pipeline`, where the two are compared
 
@@ -592,43 +593,61 @@ def choose_colocation(
     split_profiles: Sequence[Profile],
     num_ranks: int,
     shards_optimizer: bool | None = None,
+    other_batches: Sequence[Sequence[Profile]] = (),
 ) -> tuple[Profile, Layout]:
     """Choose placement, tensor degree and parts of encoders for a system, on a batch that stands for all: among
     profiles whose item calls are in parts, the first of them in whole calls, by the lengths of their schedules; the
     best of these against planner `pipeline` on `split_profiles`, by simulation. The optimizer is sharded where encoders
-    stand whole, unless `shards_optimizer` decides."""
+    stand whole, unless `shards_optimizer` decides.
+
+    `other_batches` are batches as unlike as data may become, with parts of the same sizes: then the layout is chosen
+    that fits most of them, and of these the one whose worst step is the shortest, each in proportion to the shortest
+    that any layout has there. Planner `pipeline` has to be faster on the first batch.
+    """
     system = SYSTEMS[planner]
     refusals: list[DoesNotFitError] = []
     known: dict[tuple[int, str, int], float] = {}
     stages: Known = {}
+    batches = [part_profiles, *(each for each in other_batches if len(each) == len(part_profiles))]
     candidates = [
-        (_LEAST_LOSS * _work_s(profile, layout, known), profile, layout)
-        for profile in (part_profiles[:1] if system.whole_calls else part_profiles[1:])
-        for layout in layouts_with(profile, num_ranks, system.placements, shards_optimizer is not False)
+        (size, layout)
+        for size in range(len(part_profiles))
+        if (size == 0) == system.whole_calls
+        for layout in layouts_with(part_profiles[size], num_ranks, system.placements, shards_optimizer is not False)
         if not system.whole_calls or all(chain.tensor_degree in (0, layout.tensor_degree) for chain in layout.chains)
     ]
-    candidates.sort(key=lambda candidate: candidate[0])
+    candidates.sort(key=lambda candidate: _work_s(part_profiles[candidate[0]], candidate[1], known))
+    best_s: list[float] = []  # by batch: the shortest that any layout has
     for rules, near in ((_glance(system.rules), _FIRST_NEAR), (_first_look(system.rules), _NEAR)):
-        lengths: list[tuple[float, Profile, Layout]] = []
-        shortest_s = float("inf")
-        for least_s, profile, layout in candidates:
-            if least_s >= shortest_s:
-                continue
-            try:
-                length_s = schedule_parts(profile, layout, rules, known=stages).makespan_ns / NS
-            except DoesNotFitError as error:
-                refusals.append(error)
-                continue
-            lengths.append((length_s, profile, layout))
-            shortest_s = min(shortest_s, length_s)
-        if lengths:  # else more settings may fit
-            lengths.sort(key=lambda entry: entry[0])
-            close = [entry for entry in lengths if entry[0] <= near * shortest_s]
-            candidates = [(0.0, profile, layout) for _, profile, layout in close]
-    finalists = [
-        (_simulated_s(planner, profile, layout), profile, layout) for _, profile, layout in candidates[:_NUM_FINALISTS]
-    ]
-    best = min(finalists, key=lambda entry: entry[0], default=None)
+        lengths = np.full((len(batches), len(candidates)), np.inf)
+        for number, batch in enumerate(batches):
+            least = np.zeros(len(candidates))
+            if not best_s:
+                least[:] = [_LEAST_LOSS * _work_s(batch[size], layout, known) for size, layout in candidates]
+            far = 1.0 if len(batches) == 1 else _FAR
+            for place in np.argsort(least, kind="stable").tolist():
+                if least[place] >= far * lengths[number].min():
+                    continue
+                size, layout = candidates[place]
+                try:
+                    lengths[number, place] = schedule_parts(batch[size], layout, rules, known=stages).makespan_ns / NS
+                except DoesNotFitError as error:
+                    refusals.append(error)
+        if np.isfinite(lengths).any():  # else more settings may fit
+            best_s = best_s or lengths.min(axis=1).tolist()
+            places, of_first = _closest(lengths, best_s, near), int(lengths[0].argmin())
+            if of_first not in places[:_NUM_FINALISTS]:  # of the others, none may become a plan that fits
+                places.insert(_NUM_FINALISTS - 1, of_first)
+            candidates = [candidates[place] for place in places]
+    finalists = candidates[:_NUM_FINALISTS]
+    steps_s = np.array(
+        [[_simulated_s(planner, batch[size], layout) for size, layout in finalists] for batch in batches]
+    ).reshape(len(batches), len(finalists))
+    best: tuple[float, Profile, Layout] | None = None
+    if finalists:
+        place = _closest(steps_s, best_s or [1.0] * len(batches), 1.0)[0]
+        size, layout = finalists[place]
+        best = steps_s[0, place], part_profiles[size], layout
     if not system.may_spread and not part_profiles:
         layout = baseline_layouts("static", split_profiles[0], num_ranks)[0]
         return split_profiles[0], replace(layout, shards_optimizer=shards_optimizer is True)
@@ -647,6 +666,16 @@ def choose_colocation(
     if best is None:
         raise min(refusals, key=lambda refusal: refusal.needed_bytes)
     return best[1], best[2]
+
+
+def _closest(lengths: np.ndarray, best_s: Sequence[float], near: float) -> list[int]:
+    """Which layouts come close to the best, by batch and layout: of those that fit most batches, by their worst length
+    in proportion to `best_s`, the best first, up to `near` times it."""
+    fits = np.isfinite(lengths)
+    worst = (np.where(fits, lengths, 0.0) / np.array(best_s)[:, None]).max(axis=0)
+    worst[fits.sum(axis=0) < fits.sum(axis=0).max()] = np.inf
+    order = np.argsort(worst, kind="stable")
+    return [int(place) for place in order if worst[place] <= near * worst.min()]
 
 
 def _why_no_layout(system: System, graph: MetaGraph, num_ranks: int) -> str:
