@@ -206,6 +206,11 @@ def test_shapes_are_inferred_without_weights_and_once_for_equal_layers():
         cuts = forms.of(made.graph, made.code, batches)
         seen = len(runs)
         assert forms.of(made.graph, made.code, batches) == cuts
+        cached = len(forms._known)
+        with mock.patch("spindle.run.shape_inference._MOST_KNOWN", 0):  # as after many batches of other shapes
+            assert forms.of(made.graph, made.code, batches) == cuts
+        assert (len(runs), len(forms._known)) == (2 * seen, cached)
+        del runs[seen:]
     mixes = sum(
         isinstance(layer.run, Mix) for code in made.code if isinstance(code, LayersCode) for layer in code.layers
     )

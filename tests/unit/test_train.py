@@ -12,6 +12,7 @@ from torch import nn  # noqa: E402
 import zoo  # noqa: E402
 from spindle.errors import WorkloadError  # noqa: E402
 from spindle.models import chain_of  # noqa: E402
+from spindle.run.pytrees import fingerprint_of  # noqa: E402
 from spindle.train import bind, mean, module, record, task, trace_all  # noqa: E402
 from spindle.train.record import cut_all  # noqa: E402
 from workloads import everything  # noqa: E402
@@ -250,6 +251,13 @@ def test_a_length_of_an_output_counts_no_batch():
     recording = task(batch_size=3, name="length")(lambda batch: sum(x.mean() for x in handle(batch).unbind(1)))
     record(recording, torch.ones(3, 4))  # batch normalisation needs two rows, and one less is tried, too
     assert handle.module[1].num_batches_tracked == 0
+
+
+def test_batches_with_conjugated_and_negated_views_have_the_digests_of_their_values():
+    numbers = torch.complex(torch.arange(3.0), torch.arange(3.0))
+    for view in (numbers.conj(), numbers.conj().imag):
+        assert view.is_conj() or view.is_neg()
+        assert fingerprint_of({"x": view}) == fingerprint_of({"x": view.clone().resolve_conj().resolve_neg()})
 
 
 def test_two_modules_with_one_name_are_refused():

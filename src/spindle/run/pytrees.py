@@ -169,7 +169,7 @@ def fingerprint_of(batch: Any) -> int:
     for leaf in tree_leaves(batch):
         if isinstance(leaf, torch.Tensor) and leaf.numel():
             flat = leaf.detach().reshape(-1)
-            some = flat[:: max(1, flat.numel() // _SAMPLES)].contiguous().cpu()
+            some = flat[:: max(1, flat.numel() // _SAMPLES)].contiguous().cpu().resolve_conj().resolve_neg()
             parts.append(some.view(torch.uint8).numpy().tobytes() if some.dtype != torch.bool else bytes(some.tolist()))
     return digest(b"".join(parts))
 

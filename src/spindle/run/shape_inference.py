@@ -19,6 +19,8 @@ from spindle.models import FakeWeights, ModuleSnapshot, as_when_compiling, fake_
 from spindle.run.op_code import LayerCode, LayersCode, OpCode
 from spindle.run.pytrees import PytreeMeta, TensorMeta, copied, pytree_meta
 
+_MOST_KNOWN = 10_000  # cached outputs: batches may have new shapes in every step
+
 Cuts = dict[tuple[int, int], PytreeMeta]  # by op, and the number of its layers that come before the cut
 
 
@@ -46,6 +48,8 @@ class ShapeInference:
         Outputs whose shapes depend on values are left out, the same on all ranks. So are calls whose outputs are
         `known`, by task and call.
         """
+        if len(self._known) > _MOST_KNOWN:
+            self._known.clear()
         cuts: Cuts = {}
         known = known or {}
         given_by: dict[tuple[str, str | None], PytreeMeta | None] = {}  # by task and call
