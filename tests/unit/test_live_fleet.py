@@ -707,7 +707,7 @@ trainer = spindle.Trainer(
 trainer.fit({{"pull": [{{"x": torch.randn(8, 64)}}]}}, steps=5, progress=False)
 """
 BY_DEFAULT = "cells are estimated with 'wavefront', because"
-OF_STEPS = "a pipeline is planned from the microbatches of each step, which only the running script has"
+OF_STEPS = "it places encoders by the items of each step, which only the running script has"
 
 
 @pytest.mark.parametrize(
@@ -718,12 +718,7 @@ OF_STEPS = "a pipeline is planned from the microbatches of each step, which only
         ("planner=function", "", f"the script's planner is a function: {BY_DEFAULT} only the", [1, 2, 3, 4]),
         ('plan="plan.txt"', "", f"the script has a plan of its own: {BY_DEFAULT} that is for one number", [1, 2, 3, 4]),
         ('planner="colocate"', "", f"planner 'colocate' of the script: {BY_DEFAULT} {OF_STEPS}", [1, 2, 3, 4]),
-        (
-            'planner="pipeline", pipeline_parallel_degree=2',
-            "",
-            f"planner 'pipeline' of the script: {BY_DEFAULT} {OF_STEPS}",
-            [2, 4],
-        ),
+        ('planner="pipeline", pipeline_parallel_degree=2', "", "", [2, 4]),  # the script plans each of its steps
     ],
 )
 def test_a_scripts_own_planner_plans_its_cells_or_it_is_said_why_not(

@@ -25,6 +25,7 @@ from spindle.planners import (
     graph_bound_s,
     make_plan,
     pipeline_bound_s,
+    pipeline_layout,
     planners_of,
 )
 from spindle.profile import Profile, Roofline, fitting, roofline_profile
@@ -33,6 +34,7 @@ from spindle.simulate import simulate_step
 from spindle.workload import GIVEN_PLAN, OWN_FUNCTION, Workload
 
 StepOn = Callable[[Cluster], Step]  # the step of a job on a cluster of one kind
+_PIPELINE = "pipeline"
 _UNSUITABLE = (ClusterError, ProfileError, WorkloadError)  # a number of devices that does not suit a job
 
 
@@ -46,7 +48,8 @@ def workload_step(
 
     On more devices than were measured, layers are as much slower than the roofline's as they are all together on the
     largest measured number; nothing else is extrapolated. The planner is `planner_of` the workload. A script's
-    `pipeline_parallel_degree` has to divide the number of devices.
+    `pipeline_parallel_degree` has to divide the number of devices. All microbatches of a pipeline are like the first
+    batch.
     """
     graph = metagraph_of(workload)
     degrees = dict(workload.tensor_degrees)
@@ -69,8 +72,15 @@ def workload_step(
             )
         known = profiles.get(cluster.kind.name)
         profile = described(cluster) if known is None else _measured_on(known, cluster, described)
+        num_micro_steps = workload.gradient_accumulation_steps
+        if not PLANNERS[planner].is_pipeline:
+            return Step(profile=lambda sizes: profile, planner=planner, num_micro_steps=num_micro_steps)
+        one = profile.on_one_device()
+        microbatches = one.repeated(num_micro_steps)
         return Step(
-            profile=lambda sizes: profile, planner=planner, num_micro_steps=workload.gradient_accumulation_steps
+            profile=lambda sizes: microbatches,
+            pipeline_ranks=workload.pipeline_parallel_degree or cluster.num_devices,
+            layout_profile=one,
         )
 
     return step
@@ -80,7 +90,7 @@ def planner_of(workload: Workload) -> tuple[str, str]:
     """The planner that plans the cells of a workload. If that is not its script's, also a sentence that says so. The
     script then gets no plan, and plans for itself when it starts."""
     default, chosen = planners_of(is_pipeline=False)[0], workload.planner
-    if not chosen or (chosen in PLANNERS and not PLANNERS[chosen].is_pipeline):
+    if not chosen or chosen == _PIPELINE or (chosen in PLANNERS and not PLANNERS[chosen].is_pipeline):
         return chosen or default, ""
     if chosen == OWN_FUNCTION:
         subject, reason = "the script's planner is a function", "only the script can call it"
@@ -88,7 +98,7 @@ def planner_of(workload: Workload) -> tuple[str, str]:
         subject, reason = "the script has a plan of its own", "that is for one number of devices (give it as --count)"
     elif chosen in PLANNERS:
         subject = f"planner {chosen!r} of the script"
-        reason = "a pipeline is planned from the microbatches of each step, which only the running script has"
+        reason = "it places encoders by the items of each step, which only the running script has"
     else:
         subject, reason = f"planner {chosen!r} of the script", "no planner has that name here"
     return default, f"{subject}: cells are estimated with {default!r}, because {reason}"
@@ -179,9 +189,12 @@ def _planner_input(step: Step, options: PlanOptions) -> tuple[Profile, str, Plan
     if step.pipeline_ranks is None:
         return step.whole, step.planner, options
     profiles = step.split_profiles()
-    profile, layout = choose_layout(profiles, step.pipeline_ranks)
+    if step.layout_profile is None:
+        profile, layout = choose_layout(profiles, step.pipeline_ranks)
+    else:
+        profile, layout = step.whole, pipeline_layout(step.layout_profile, step.pipeline_ranks)
     bound_s = pipeline_bound_s(profiles, step.pipeline_ranks)
-    return profile, "pipeline", replace(options, pipeline_ranks=step.pipeline_ranks, layouts=(layout,), bound_s=bound_s)
+    return profile, _PIPELINE, replace(options, pipeline_ranks=step.pipeline_ranks, layouts=(layout,), bound_s=bound_s)
 
 
 def least_memory(estimates: tuple[Estimate, ...]) -> int:

@@ -60,7 +60,8 @@ class Step:
     choices of a planner, of which the first leaves microbatches whole. `part_profiles` returns the step with its item
     calls in parts, first with each call as one part; nothing if the model has no item calls. Steps of pipelines have
     `pipeline_ranks`, and `peak_s`: the time that the model's FLOPs take at the peak of all devices. `planner` plans the
-    step of a script, which is no pipeline, and whose passes run once for each of `num_micro_steps`.
+    step of a script; if that is no pipeline, its passes run once for each of `num_micro_steps`. If it is one, its
+    layout is chosen on `layout_profile`: one microbatch of each task.
     """
 
     profile: Callable[[Mapping[str, int]], Profile]
@@ -70,6 +71,7 @@ class Step:
     peak_s: float | None = None
     planner: str = "wavefront"
     num_micro_steps: int = 1
+    layout_profile: Profile | None = None
 
     @property
     def whole(self) -> Profile:
