@@ -75,12 +75,12 @@ def workload_step(
         num_micro_steps = workload.gradient_accumulation_steps
         if not PLANNERS[planner].is_pipeline:
             return Step(profile=lambda sizes: profile, planner=planner, num_micro_steps=num_micro_steps)
-        one = profile.on_one_device()
-        microbatches = one.repeated(num_micro_steps)
+        microbatch = profile.on_one_device()
+        microbatches = microbatch.repeated(num_micro_steps)
         return Step(
             profile=lambda sizes: microbatches,
             pipeline_ranks=workload.pipeline_parallel_degree or cluster.num_devices,
-            layout_profile=one,
+            layout_profile=microbatch,
         )
 
     return step
