@@ -5,11 +5,15 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
+import os
 import re
+import tempfile
 import time
 import warnings
 from copy import deepcopy
+from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 
@@ -24,11 +28,16 @@ from backends import on_gpu, rank_device  # noqa: E402
 from internals import guessed_profile  # noqa: E402
 from spindle.cluster import cluster_named  # noqa: E402
 from spindle.errors import TrainingError  # noqa: E402
+from spindle.fleet import Cell, Fleet  # noqa: E402
+from spindle.fleet.estimates import bound_estimate, planned_estimate, workload_step  # noqa: E402
+from spindle.graph import metagraph_of  # noqa: E402
+from spindle.launch import variables  # noqa: E402
 from spindle.profile import roofline_profile  # noqa: E402
 from spindle.report import read_run, run_report, step_page_data  # noqa: E402
 from spindle.run import HostCopy  # noqa: E402
 from spindle.train import reporting  # noqa: E402
 from spindle.train.utilization import flops_per_sample, peak_flops  # noqa: E402
+from spindle.workload import read_workload  # noqa: E402
 from training_cases import normal_batch, pairs_and_answers, two_towers  # noqa: E402
 from trainings import train_plainly  # noqa: E402
 
@@ -92,6 +101,18 @@ def halved(optimizer):
     return torch.optim.lr_scheduler.StepLR(optimizer, 2, 0.5)
 
 
+def estimated_step_s(report: Path, num_ranks: int) -> float:
+    """What a fleet estimates for a step of a job that reports this workload."""
+    workload = read_workload(report)
+    profile = guessed_profile(metagraph_of(workload), num_ranks)
+    kind, machines = profile.cluster.kind.name, Fleet(cluster=profile.cluster)
+    step_on = workload_step(workload, measured={kind: profile})
+    bound = bound_estimate(step_on, machines, Cell(kind=kind, num_devices=num_ranks))
+    estimate = planned_estimate(step_on, machines, bound)
+    assert bound.step_s <= estimate.step_s
+    return estimate.step_s
+
+
 def record_steps(rank: int, num_ranks: int, planning: dict[str, Any], **options: Any) -> Any:
     """What callbacks are told of a fit, and the gradient norms and losses of a plain loop."""
     modules = two_towers()
@@ -108,7 +129,14 @@ def record_steps(rank: int, num_ranks: int, planning: dict[str, Any], **options:
         callbacks=[recording, on_rank_0, evaluating],
         **options,
     )
-    result = trainer.fit(batches, steps=15, progress=False, on_step=lambda step, losses: seen.append((step, losses)))
+    with tempfile.TemporaryDirectory() as folder:
+        report = Path(folder) / "workload.json"
+        with mock.patch.dict(os.environ, {variables.WORKLOAD_REPORT: str(report)}):
+            result = trainer.fit(
+                batches, steps=15, progress=False, on_step=lambda step, losses: seen.append((step, losses))
+            )
+        if rank == 0 and "shard_optimizer" not in planning:
+            assert recording.steps[-1].predicted_s == pytest.approx(estimated_step_s(report, num_ranks), rel=0.02)
     assert [(record.step, record.losses) for record in recording.steps] == seen == list(enumerate(result.losses))
     assert [record.step_s for record in recording.steps] == pytest.approx(result.step_s, rel=1e-9)
     assert recording.results == [result]
@@ -143,7 +171,7 @@ def record_steps(rank: int, num_ranks: int, planning: dict[str, Any], **options:
     ("num_ranks", "planning", "options"),
     [
         (1, {}, {}),
-        (3, {}, {"max_grad_norm": 1e6}),  # which clips nothing
+        (3, {}, {"max_grad_norm": 1e6, "gradient_accumulation_steps": 2}),  # which clips nothing
         (2, {"shard_optimizer": True}, {"gradient_accumulation_steps": 2}),
         (2, {"planner": "pipeline"}, {"gradient_accumulation_steps": 2}),
     ],

@@ -19,11 +19,13 @@ from spindle.fleet.job import Job
 from spindle.graph import metagraph_of
 from spindle.plan import Plan
 from spindle.planners import (
+    PLANNERS,
     PlanOptions,
     choose_layout,
     graph_bound_s,
     make_plan,
     pipeline_bound_s,
+    pipeline_layout,
     planner_of,
 )
 from spindle.profile import Profile, Roofline, profile_for_graph, roofline_profile
@@ -32,6 +34,7 @@ from spindle.simulate import simulate_step
 from spindle.workload import GIVEN_PLAN, Workload
 
 StepOn = Callable[[Cluster], Step]  # the step of a job on a cluster of one kind
+_PIPELINE = "pipeline"
 _UNSUITABLE = (ClusterError, ProfileError, WorkloadError)  # a number of devices that does not suit a job
 
 
@@ -44,8 +47,9 @@ def workload_step(
     with those.
 
     On more devices than were measured, layers are as much slower than the roofline's as they are all together on the
-    largest measured number; nothing else is extrapolated. The planner is `planner_of` the workload. A script's
-    `pipeline_parallel_degree` has to divide the number of devices.
+    largest measured number; nothing else is extrapolated. The planner is `cell_planner_of` the workload. A script's
+    `pipeline_parallel_degree` has to divide the number of devices. All microbatches of a pipeline are like the first
+    batch.
     """
     graph = metagraph_of(workload)
     degrees = dict(workload.tensor_degrees)
@@ -59,7 +63,7 @@ def workload_step(
     def described(cluster: Cluster) -> Profile:
         return roofline_profile(graph, cluster, roofline).with_degrees(degrees)
 
-    planner, _ = planner_of(workload)
+    planner, _ = cell_planner_of(workload)
     degree = workload.pipeline_parallel_degree or 1
 
     def step(cluster: Cluster) -> Step:
@@ -70,17 +74,29 @@ def workload_step(
             )
         known = profiles.get(cluster.kind.name)
         profile = described(cluster) if known is None else _measured_on(known, cluster, described)
+        num_micro_steps = workload.gradient_accumulation_steps
+        if not PLANNERS[planner].is_pipeline:
+            return Step(profile=lambda sizes: profile, planner=planner, num_micro_steps=num_micro_steps)
+        microbatch = profile.on_one_device()
+        microbatches = microbatch.repeated(num_micro_steps)
         return Step(
-            profile=lambda sizes: profile, planner=planner, num_micro_steps=workload.gradient_accumulation_steps
+            profile=lambda sizes: microbatches,
+            pipeline_ranks=workload.pipeline_parallel_degree or cluster.num_devices,
+            layout_profile=microbatch,
         )
 
     return step
 
 
+def cell_planner_of(workload: Workload) -> tuple[str, str]:
+    """The planner that plans the cells of a workload. If that is not its script's, also the reason."""
+    return (_PIPELINE, "") if workload.planner == _PIPELINE else planner_of(workload)
+
+
 def other_planner_note(workload: Workload) -> str:
     """A sentence if cells are not estimated with the planner of the workload's script, which then plans for itself when
     it starts; else empty."""
-    planner, reason = planner_of(workload)
+    planner, reason = cell_planner_of(workload)
     hint = " (give it as --count)" if workload.planner == GIVEN_PLAN else ""
     return f"cells are estimated with {planner!r}: {reason}{hint}" if reason else ""
 
@@ -170,9 +186,12 @@ def _planner_input(step: Step, options: PlanOptions) -> tuple[Profile, str, Plan
     if step.pipeline_ranks is None:
         return step.whole, step.planner, options
     profiles = step.split_profiles()
-    profile, layout = choose_layout(profiles, step.pipeline_ranks)
+    if step.layout_profile is None:
+        profile, layout = choose_layout(profiles, step.pipeline_ranks)
+    else:
+        profile, layout = step.whole, pipeline_layout(step.layout_profile, step.pipeline_ranks)
     bound_s = pipeline_bound_s(profiles, step.pipeline_ranks)
-    return profile, "pipeline", replace(options, pipeline_ranks=step.pipeline_ranks, layouts=(layout,), bound_s=bound_s)
+    return profile, _PIPELINE, replace(options, pipeline_ranks=step.pipeline_ranks, layouts=(layout,), bound_s=bound_s)
 
 
 def least_memory(estimates: tuple[Estimate, ...]) -> int:

@@ -39,10 +39,6 @@ class FreeDevices:
         for resource in self.resources(cell):
             self.left[resource] -= int(self._columns.count[cell])
 
-    def release(self, cell: int) -> None:
-        for resource in self.resources(cell):
-            self.left[resource] += int(self._columns.count[cell])
-
 
 def within_limits(columns: Columns, capacity: IntColumn) -> BoolColumn:
     """Cells that are not larger than what their team may have."""

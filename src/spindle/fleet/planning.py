@@ -21,6 +21,7 @@ from spindle.fleet.store import Submission
 from spindle.graph import metagraph_of
 from spindle.launch import die_with_parent
 from spindle.launch.agent import workload_report
+from spindle.planners import PLANNERS
 from spindle.profile import Profile
 from spindle.workload import Workload, read_workload
 
@@ -152,7 +153,8 @@ def plan_cell(job: str, submission: Submission, fleet: Fleet, bound: Estimate) -
     except SpindleError as error:
         unfit = replace(bound, grade="planned", fits=False)
         return PlannedCell(job=job, tasks=tasks, estimate=unfit, plan="", profile="", error=str(error))
-    if plan is None or profile is None or planner_note(submission):
+    is_of_one_step = plan is not None and PLANNERS[plan.planner].is_pipeline  # of which the script plans every one
+    if plan is None or profile is None or is_of_one_step or planner_note(submission):
         return PlannedCell(job=job, tasks=tasks, estimate=estimate, plan="", profile="")
     return PlannedCell(
         job=job,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import TypeVar
 
@@ -147,6 +147,28 @@ class MetaGraph:
                 first = {task: joined if name in names else name for task, name in first.items()}
         return first
 
+    def repeated(self, count: int) -> MetaGraph:
+        """The graph of a step of `count` batches of each task: its ops once for each, as a microbatch."""
+        starts = [number * len(self.metaops) for number in range(count)]
+        return MetaGraph(
+            name=self.name,
+            metaops=tuple(
+                replace(
+                    op,
+                    name=microbatch_name(op.name, number),
+                    task=microbatch_name(op.task, number),
+                    microbatch=number,
+                )
+                for number in range(count)
+                for op in self.metaops
+            ),
+            edges=tuple((start + a, start + b) for start in starts for a, b in self.edges),
+            parameters=self.parameters,
+            numerics=self.numerics,
+            remarks=self.remarks,
+            order_edges=tuple((start + a, start + b) for start in starts for a, b in self.order_edges),
+        )
+
     def source_name(self, producer: int, consumer: int) -> str:
         """The name by which a consumer refers to the call of its producer: with the task in front if that differs."""
         op = self.metaops[producer]
@@ -155,6 +177,11 @@ class MetaGraph:
     @property
     def modules(self) -> tuple[str, ...]:
         return tuple(dict.fromkeys(op.module for op in self.metaops if op.module is not None))
+
+
+def microbatch_name(name: str, number: int) -> str:
+    """The name of a microbatch of a task, or of its ops, in the graph of a step."""
+    return f"{name}@{number}"
 
 
 def topological_order(names: list[str], predecessors: list[list[int]], successors: list[list[int]]) -> list[int]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from spindle.cluster import Cluster, Link
@@ -199,6 +199,14 @@ class Profile:
         curves = tuple(tuple(filter(None, (curve.up_to(num_devices) for curve in each))) for each in self.curves)
         return replace(self, cluster=self.cluster.up_to(num_devices), curves=curves)
 
+    def repeated(self, count: int) -> Profile:
+        """The profile of a step of `count` batches of each task, as in `MetaGraph.repeated`."""
+        return replace(self, graph=self.graph.repeated(count), curves=self.curves * count, item_times=())
+
+    def on_one_device(self) -> Profile:
+        """The profile in which every op runs on one device, like the stages of a pipeline."""
+        return replace(self, curves=tuple((_time_on_one_device(curves),) for curves in self.curves))
+
     def curve(self, op: int, setting: Setting) -> Curve:
         """The curve of an op at the setting's degree."""
         degree = setting.tensor_degrees[op]
@@ -209,6 +217,23 @@ class Profile:
             f"op {self.graph.metaops[op].name!r} has no curve for tensor degree {degree}; "
             f"it has {', '.join(str(curve.tensor_degree) for curve in self.curves[op])}"
         )
+
+
+def _time_on_one_device(curves: Sequence[Curve]) -> Curve:
+    """The time of a layer on one device. If that was not measured, n times its time on the smallest number of devices
+    n."""
+    curve = min(
+        (curve for curve in curves if curve.tensor_degree == 1), key=lambda curve: curve.num_devices[0], default=None
+    )
+    if curve is None:
+        raise ProfileError("a pipeline runs each layer on one device, but a module has times for tensor groups only")
+    count = curve.num_devices[0]
+    return Curve(
+        num_devices=(1,),
+        forward_s=(count * curve.forward_s[0],),
+        backward_s=(count * curve.backward_s[0],),
+        launch_s=curve.launch_s,
+    )
 
 
 def _families(graph: MetaGraph) -> tuple[frozenset[str], ...]:

@@ -60,8 +60,9 @@ class Step:
     choices of a planner, of which the first leaves microbatches whole. `part_profiles` returns the step with its item
     calls in parts, first with each call as one part; nothing if the model has no item calls. Steps of pipelines have
     `pipeline_ranks`, and `peak_s`: the time that the model's FLOPs take at the peak of all devices. `planner` plans the
-    step of a script, which is no pipeline, and whose passes run once for each of `num_micro_steps`; if that is not the
-    script's own planner, `not_own_planner` says why.
+    step of a script; if that is not the script's own planner, `not_own_planner` says why. A step that is no pipeline
+    runs its passes once for each of `num_micro_steps`. The layout of a script's pipeline is chosen on
+    `layout_profile`: one microbatch of each task.
     """
 
     profile: Callable[[Mapping[str, int]], Profile]
@@ -72,6 +73,7 @@ class Step:
     planner: str = "wavefront"
     num_micro_steps: int = 1
     not_own_planner: str = ""
+    layout_profile: Profile | None = None
 
     @property
     def whole(self) -> Profile:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from spindle.graph import MetaGraph
+from spindle.graph import microbatch_name
 from spindle.plan import Pass, Plan
 from spindle.profile import Profile
 from spindle.program import lower
@@ -37,25 +37,11 @@ def accumulated(plan: Plan, profile: Profile, num_micro_steps: int) -> tuple[Pla
     """A plan that repeats the passes of a plan in rounds of their own, and the profile of its graph, in which each
     micro-step is a microbatch."""
     numbers, num_waves = range(num_micro_steps), 1 + max(slot.wave for slot in plan.slots)
-    graph, num_ops, num_slots = profile.graph, len(profile.graph.metaops), len(plan.slots)
-    repeated = MetaGraph(
-        name=graph.name,
-        metaops=tuple(
-            replace(op, name=_name(op.name, number), task=_name(op.task, number), microbatch=number)
-            for number in numbers
-            for op in graph.metaops
-        ),
-        edges=tuple((number * num_ops + a, number * num_ops + b) for number in numbers for a, b in graph.edges),
-        parameters=graph.parameters,
-        numerics=graph.numerics,
-        order_edges=tuple(
-            (number * num_ops + a, number * num_ops + b) for number in numbers for a, b in graph.order_edges
-        ),
-    )
+    repeated = profile.repeated(num_micro_steps)
     slots = tuple(
         replace(
             slot,
-            op=_name(slot.op, number),
+            op=microbatch_name(slot.op, number),
             microbatch=number,
             wave=number * num_waves + slot.wave,
             round=number * plan.num_rounds + slot.round,
@@ -64,14 +50,8 @@ def accumulated(plan: Plan, profile: Profile, num_micro_steps: int) -> tuple[Pla
         for slot in plan.slots
     )
     passes = tuple(
-        Pass(slot=number * num_slots + pass_.slot, kind=pass_.kind) for number in numbers for pass_ in plan.passes
+        Pass(slot=number * len(plan.slots) + pass_.slot, kind=pass_.kind) for number in numbers for pass_ in plan.passes
     )
-    recompute = tuple(_name(op, number) for number in numbers for op in plan.recompute)
-    return (
-        replace(plan, fingerprint=repeated.fingerprint, slots=slots, passes=passes, recompute=recompute),
-        replace(profile, graph=repeated, curves=profile.curves * num_micro_steps, item_times=()),
-    )
-
-
-def _name(name: str, micro_step: int) -> str:
-    return f"{name}@{micro_step}"
+    recompute = tuple(microbatch_name(op, number) for number in numbers for op in plan.recompute)
+    fingerprint = repeated.graph.fingerprint
+    return replace(plan, fingerprint=fingerprint, slots=slots, passes=passes, recompute=recompute), repeated

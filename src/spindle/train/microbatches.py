@@ -18,8 +18,7 @@ from typing import Any
 import torch
 from torch.utils._pytree import tree_map
 
-from spindle.errors import PlanError
-from spindle.graph import MetaGraph, MetaOp
+from spindle.graph import MetaGraph, MetaOp, microbatch_name
 from spindle.planners import Job, Layout, PlanOptions
 from spindle.profile import Curve, Profile
 from spindle.program import Program
@@ -58,33 +57,6 @@ _MOST_PROGRAMS = 32  # the number of programs that are kept, in case a step with
 
 Part = tuple[str, int, int]  # one microbatch of a step: a variant, its rows, and the signature of its batch
 Key = tuple[tuple[Part, ...], ...]  # microbatches by micro-step
-
-
-def microbatch_name(variant: str, micro_step: int) -> str:
-    """The name of a task variant's microbatch in its step's graph."""
-    return f"{variant}@{micro_step}"
-
-
-def on_one_device(profile: Profile) -> Profile:
-    """The profile in which every op runs on one device, like the stages of a pipeline."""
-    return replace(profile, curves=tuple((_time_on_one_device(curves),) for curves in profile.curves))
-
-
-def _time_on_one_device(curves: Sequence[Curve]) -> Curve:
-    """The time of a layer on one device. If that was not measured, n times its time on the smallest number of devices
-    n."""
-    curve = min(
-        (curve for curve in curves if curve.tensor_degree == 1), key=lambda curve: curve.num_devices[0], default=None
-    )
-    if curve is None:
-        raise PlanError("a pipeline runs each layer on one device, but a module has times for tensor groups only")
-    count = curve.num_devices[0]
-    return Curve(
-        num_devices=(1,),
-        forward_s=(count * curve.forward_s[0],),
-        backward_s=(count * curve.backward_s[0],),
-        launch_s=curve.launch_s,
-    )
 
 
 @dataclass(frozen=True, slots=True)

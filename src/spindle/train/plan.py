@@ -40,7 +40,7 @@ from spindle.train.item_parts import (
     undivided_modules,
 )
 from spindle.train.items import has_items, lengths_in
-from spindle.train.microbatches import Key, on_one_device, step_graph, without_values
+from spindle.train.microbatches import Key, step_graph, without_values
 from spindle.train.progress import Progress
 from spindle.train.trace import TracedTask
 from spindle.train.trial import why_not_sharded
@@ -145,7 +145,7 @@ def plan_workload(
     parts: PartSettings | None = None
     _check_sequence_degrees(workload, planning.sequence_parallel_degrees)
     if planning.is_pipelined:
-        profile = on_one_device(profile)  # each stage has one device
+        profile = profile.on_one_device()  # each stage has one device
         with progress.bar("planning"):
             layout, parts, plan = _pipeline_plan(workload, profile, config, world, notify, examples, sample_steps)
     else:

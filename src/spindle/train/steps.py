@@ -15,6 +15,7 @@ import torch
 from torch import nn
 
 from spindle.data import WHOLE, Wanted
+from spindle.graph import microbatch_name
 from spindle.planners import Layout, owning_ranks_in
 from spindle.profile import Profile
 from spindle.program import Program
@@ -36,7 +37,7 @@ from spindle.train.feed import Batch
 from spindle.train.header import BatchHeader, MicroSteps
 from spindle.train.item_parts import BatchItems
 from spindle.train.items import EVERYTHING
-from spindle.train.microbatches import Key, Microbatches, StepGraph, microbatch_name, without_values
+from spindle.train.microbatches import Key, Microbatches, StepGraph, without_values
 from spindle.train.plan import PlannedWorkload, program_for_rows
 from spindle.train.samples import Needs, needs_of
 from spindle.train.task_variants import TaskVariants
