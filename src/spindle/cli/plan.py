@@ -114,7 +114,7 @@ def plan(
     refuse_outputs(output, inputs=(given, cluster, samples))
     batch = BatchOptions(num_microbatches=microbatches, seed=batch_seed, samples=samples, mix=mix)
     step = load_step(given, devices, cluster, batch)
-    name = planner or (planners_of(True)[0] if step.is_pipeline else step.planner)
+    name = planner or (planners_of(is_pipeline=True)[0] if step.is_pipeline else step.planner)
     refuse_planner(name, given, step)
     chosen = PLANNERS[name]
     if show_search and chosen.search is None:

@@ -42,7 +42,10 @@ def loss_part(
             count = torch.as_tensor(count, device=world.device).detach().to(torch.float64)
         if not isinstance(result, torch.Tensor) or result.numel() != 1:
             got = tuple(result.shape) if isinstance(result, torch.Tensor) else type(result).__name__
-            raise TrainingError(f"task {slot.task!r}: its loss must be one number in a tensor, got {got}")
+            raise TrainingError(
+                f"task {slot.task!r}: its loss must be one number in a tensor, got {got}; average the losses of "
+                "samples, and report other numbers with spindle.result(loss, name=...)"
+            )
     # Each rank divides its part by the count of all ranks, so that the parts, and their gradients, add up.
     if code.is_mean:
         if len(slot.ranks) > 1:
