@@ -274,7 +274,7 @@ def _fits(live, begin, places, memory, copied, recomputed, cap):
     room = cap - memory
     if copied == 0 and recomputed == 0:
         return _most(live, first, last) <= room
-    if released == last:  # copied to the host at no place
+    if released == last:  # what would be copied stays on the device
         released = fetched = cut
     return (
         _most(live, first, released) <= room - copied
@@ -427,9 +427,9 @@ def _walk(
             last_peer[member] = max(last_peer[member], last)
     # By device, falling: the places in its queue of passes that wait for no other and have not begun. `place_of`
     # [members of entities, kinds] is where a pass stands in the queues of its devices.
-    members = np.zeros(len(first) + 1, np.int64)
-    members[1:] = np.cumsum(count)
-    place_of = np.empty((members[-1], 3), np.int64)
+    member_starts = np.zeros(len(first) + 1, np.int64)
+    member_starts[1:] = np.cumsum(count)
+    place_of = np.empty((member_starts[-1], 3), np.int64)
     open_places = np.empty(len(queue), np.int64)
     num_open = np.zeros(num_devices, np.int64)
     stage_places = np.empty(len(queue), np.int64)  # of all stages; `low` is the first of a device that has not begun
@@ -439,7 +439,7 @@ def _walk(
         for place in range(queue_starts[device + 1] - 1, queue_starts[device] - 1, -1):
             number = queue[place]
             entity = entity_of[number]
-            place_of[members[entity] + device - first[entity], kind_of[number]] = place
+            place_of[member_starts[entity] + device - first[entity], kind_of[number]] = place
             if waiting[number] == 0:
                 open_places[queue_starts[device] + num_open[device]] = place
                 num_open[device] += 1
@@ -504,7 +504,7 @@ def _walk(
                     end = now + duration[number]
                     for member in range(first[entity], first[entity] + count[entity]):
                         busy[member] = end
-                        own = place_of[members[entity] + member - first[entity], kind_of[number]]
+                        own = place_of[member_starts[entity] + member - first[entity], kind_of[number]]
                         _remove(open_places, queue_starts[member], num_open[member], own)
                         num_open[member] -= 1
                         if is_part[entity]:
@@ -519,7 +519,7 @@ def _walk(
                             entity = entity_of[follower]
                             for member in range(first[entity], first[entity] + count[entity]):
                                 wake[member] = min(wake[member], ready[follower])
-                                own = place_of[members[entity] + member - first[entity], kind_of[follower]]
+                                own = place_of[member_starts[entity] + member - first[entity], kind_of[follower]]
                                 _insert(open_places, queue_starts[member], num_open[member], own)
                                 num_open[member] += 1
                     has_started = True

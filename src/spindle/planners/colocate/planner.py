@@ -173,8 +173,8 @@ class ReplicaTables:
     profile: Profile
     layout: Layout
     replica: Replica
-    _templates: dict[tuple[int, int], Template] = field(default_factory=dict)
-    _devices: dict[tuple[int, int, bool], list[tuple[int, int]]] = field(default_factory=dict)
+    _templates: dict[tuple[int, int], Template] = field(init=False, default_factory=dict)
+    _devices: dict[tuple[int, int, bool], list[tuple[int, int]]] = field(init=False, default_factory=dict)
 
     def template(self, slack: int, num_split: int) -> Template:
         key = slack, num_split
@@ -185,7 +185,7 @@ class ReplicaTables:
     def devices(
         self, groups: bool, in_turn: bool, block: int, seen: Seen | None, longest: int
     ) -> list[tuple[int, int]]:
-        """The devices of parts (`assigned_parts`)."""
+        """The devices of parts (`assigned_parts`); kept if no order was seen."""
         key = block, longest, groups
         devices = self._devices.get(key) if seen is None else None
         if devices is None:
@@ -617,6 +617,7 @@ def choose_colocation(
         if not system.whole_calls or all(chain.tensor_degree in (0, layout.tensor_degree) for chain in layout.chains)
     ]
     candidates.sort(key=lambda candidate: _work_s(part_profiles[candidate[0]], candidate[1], known))
+    far = 1.0 if len(batches) == 1 else _FAR
     best_s: list[float] = []  # by batch: the shortest that any layout has
     for rules, near in ((_glance(system.rules), _FIRST_NEAR), (_first_look(system.rules), _NEAR)):
         lengths = np.full((len(batches), len(candidates)), np.inf)
@@ -624,7 +625,6 @@ def choose_colocation(
             least = np.zeros(len(candidates))
             if not best_s:
                 least[:] = [_LEAST_LOSS * _work_s(batch[size], layout, known) for size, layout in candidates]
-            far = 1.0 if len(batches) == 1 else _FAR
             for place in np.argsort(least, kind="stable").tolist():
                 if least[place] >= far * lengths[number].min():
                     continue
