@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import contextlib
 import http.client
 import json
 import os
 import re
 import resource
+import shutil
 import signal
+import socket
 import sqlite3
 import subprocess
 import sys
+import tempfile
+import time
 from pathlib import Path
 
 import pytest
@@ -30,6 +35,7 @@ from spindle.errors import InputError
 from spindle.fleet import Draining, Estimated, NodeLost, Resize, Start, Started, Stopped, Submitted
 from spindle.fleet.event_log import replay
 from spindle.fleet.machines import ray_island
+from spindle.fleet.ray_nodes import LocalRay, end_processes, is_listening, session_processes
 from spindle.fleet.store import Store
 
 pytest.importorskip("ray", reason="live fleets need Ray: pip install 'spindle-train[fleet]'")
@@ -54,8 +60,6 @@ def fleet(tmp_path_factory):
     finally:
         local = fleet.local()
         fleet.down()
-        from spindle.fleet.ray_nodes import session_processes
-
         assert not session_processes(local)
         assert not processes_of(folder)
 
@@ -338,6 +342,52 @@ def test_a_fleet_joins_a_ray_that_others_started(fleet, tmp_path):
     finally:
         joined.down()
     assert fleet.is_up()  # of which nothing was ended
+
+
+@pytest.mark.skipif(shutil.which("redis-server") is None, reason="needs redis-server (Debian's package of that name)")
+def test_training_continues_while_a_head_that_keeps_its_state_in_redis_is_started_again(tmp_path, expected):
+    redis_port, port = free_port(), free_port()
+    options = [f"--port={port}", "--node-ip-address=127.0.0.1", "--num-gpus=2", "--labels=spindle-kind=a100"]
+    options += ["--num-cpus=0", "--include-dashboard=false", "--object-store-memory=80000000"]
+    environment = {"RAY_REDIS_ADDRESS": f"127.0.0.1:{redis_port}", "RAY_USAGE_STATS_ENABLED": "0"}
+    environment |= {"RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0"}
+    fleet = LiveTestFleet(tmp_path, "", "--address", f"127.0.0.1:{port}", "--interval", "1")
+    with contextlib.ExitStack() as cleanup:
+        ray_folder = cleanup.enter_context(tempfile.TemporaryDirectory(prefix="ray-"))  # paths of sockets are short
+        command = ["redis-server", "--port", str(redis_port), "--save", ""]
+        redis = cleanup.enter_context(subprocess.Popen(command, stdout=subprocess.DEVNULL))
+        cleanup.callback(redis.kill)
+        fleet.wait(lambda: is_listening(f"127.0.0.1:{redis_port}"), "Redis listens")
+        command = [sys.executable, "-m", "ray.scripts.scripts", "start", "--head", f"--temp-dir={ray_folder}", *options]
+        subprocess.run(command, env=os.environ | environment, check=True, capture_output=True, timeout=300)
+        session = LocalRay(address="", session=os.path.realpath(f"{ray_folder}/session_latest"))
+        cleanup.callback(lambda: end_processes(session_processes(session)))
+        cleanup.callback(fleet.down)
+        fleet.up()
+        folder = fleet.submit("job", STEPS, "--pause", "0.3", options=("--count", "2"))
+        fleet.wait_for_step(folder, 2)
+        (pid,) = [pid for pid in session_processes(session) if command_of(pid)[0].endswith("gcs_server")]
+        server, variables = command_of(pid), environment_of(pid)
+        os.kill(pid, signal.SIGKILL)
+        time.sleep(2.0)
+        subprocess.Popen(server, env=variables, start_new_session=True, stdout=subprocess.DEVNULL)
+        assert fleet.wait_for_end("job") == "completed"
+        assert {line["pid"] for line in steps_of(folder)} == {steps_of(folder)[0]["pid"]}
+        assert (fleet.job("job")["attempt"], is_same(folder, expected)) == (1, True)
+
+
+def free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        return listener.getsockname()[1]
+
+
+def command_of(pid: int) -> list[str]:
+    return Path(f"/proc/{pid}/cmdline").read_text().rstrip("\0").split("\0")
+
+
+def environment_of(pid: int) -> dict[str, str]:
+    entries = Path(f"/proc/{pid}/environ").read_text().rstrip("\0").split("\0")
+    return dict(entry.split("=", 1) for entry in entries)
 
 
 def test_devices_that_other_users_of_a_ray_hold_are_noticed(fleet, tmp_path):
