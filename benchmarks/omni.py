@@ -2,9 +2,8 @@
 
 Recipes like those of MegaScale-Omni (sizes, data and baselines are ours: nothing here is a reproduction), one batch of
 seed 0, the slowest replica of each step. Baselines have sequences in the order in which they were drawn (`natural`), as
-those systems do; all planners also have them assigned level (`balanced`). Beside it: one layout for all
-mixes; what is lost without one part at a time; and VLM-S and VLM-M with collectives of tensor groups that
-cost nothing.
+those systems do; all planners also have them assigned level (`balanced`). Beside it: one layout for all mixes;
+what is lost without one part at a time; and VLM-S and VLM-M with collectives of tensor groups that cost nothing.
 """
 
 from __future__ import annotations

@@ -618,12 +618,12 @@ def choose_colocation(
     ]
     candidates.sort(key=lambda candidate: _work_s(part_profiles[candidate[0]], candidate[1], known))
     far = 1.0 if len(batches) == 1 else _FAR
-    best_s: list[float] = []  # by batch: the shortest that any layout has
+    best_s: np.ndarray | None = None  # by batch: the shortest that any layout has
     for rules, near in ((_glance(system.rules), _FIRST_NEAR), (_first_look(system.rules), _NEAR)):
         lengths = np.full((len(batches), len(candidates)), np.inf)
         for number, batch in enumerate(batches):
             least = np.zeros(len(candidates))
-            if not best_s:
+            if best_s is None:
                 least[:] = [_LEAST_LOSS * _work_s(batch[size], layout, known) for size, layout in candidates]
             for place in np.argsort(least, kind="stable").tolist():
                 if least[place] >= far * lengths[number].min():
@@ -634,7 +634,7 @@ def choose_colocation(
                 except DoesNotFitError as error:
                     refusals.append(error)
         if np.isfinite(lengths).any():  # else more settings may fit
-            best_s = best_s or lengths.min(axis=1).tolist()
+            best_s = lengths.min(axis=1) if best_s is None else best_s
             places, of_first = _closest(lengths, best_s, near), int(lengths[0].argmin())
             if of_first not in places[:_NUM_FINALISTS]:  # of the others, none may become a plan that fits
                 places.insert(_NUM_FINALISTS - 1, of_first)
@@ -645,7 +645,7 @@ def choose_colocation(
     ).reshape(len(batches), len(finalists))
     best: tuple[float, Profile, Layout] | None = None
     if finalists:
-        place = _closest(steps_s, best_s or [1.0] * len(batches), 1.0)[0]
+        place = _closest(steps_s, steps_s.min(axis=1), 1.0)[0]
         size, layout = finalists[place]
         best = steps_s[0, place], part_profiles[size], layout
     if not system.may_spread and not part_profiles:
@@ -668,11 +668,11 @@ def choose_colocation(
     return best[1], best[2]
 
 
-def _closest(lengths: np.ndarray, best_s: Sequence[float], near: float) -> list[int]:
+def _closest(lengths: np.ndarray, best_s: np.ndarray, near: float) -> list[int]:
     """Which layouts come close to the best, by batch and layout: of those that fit most batches, by their worst length
     in proportion to `best_s`, the best first, up to `near` times it."""
     fits = np.isfinite(lengths)
-    worst = (np.where(fits, lengths, 0.0) / np.array(best_s)[:, None]).max(axis=0)
+    worst = (np.where(fits, lengths, 0.0) / best_s[:, None]).max(axis=0)
     worst[fits.sum(axis=0) < fits.sum(axis=0).max()] = np.inf
     order = np.argsort(worst, kind="stable")
     return [int(place) for place in order if worst[place] <= near * worst.min()]
