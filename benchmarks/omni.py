@@ -86,8 +86,8 @@ def kept_layout_cells(name: str, mixes: tuple[str, ...]) -> list[dict[str, Any]]
     part_profiles = {
         mix: step_of(model, model.cluster, BatchOptions(mix=mix)).part_profiles() for mix in (*KEPT_MIXES, *mixes)
     }
-    first, *others = (part_profiles[mix] for mix in KEPT_MIXES)
-    profile, layout = choose_colocation("colocate", first, [], model.num_stages, other_batches=others)
+    first, *other_batches = (part_profiles[mix] for mix in KEPT_MIXES)
+    profile, layout = choose_colocation("colocate", first, [], model.num_stages, other_batches=other_batches)
     size = next(number for number, each in enumerate(first) if each is profile)
     for mix in mixes:
         try:

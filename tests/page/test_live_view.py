@@ -40,7 +40,7 @@ class RecordedFleet:
 
 @pytest.fixture
 def recorded(tmp_path, monkeypatch):
-    monkeypatch.setattr(live_view, "_LEAST_S", 0.0)
+    monkeypatch.setattr(live_view, "_MIN_INTERVAL_S", 0.0)
     monkeypatch.setattr(live_view, "_SHARE", 1e9)
     made = RecordedFleet(tmp_path / "fleet.db")
     with made.store:

@@ -34,7 +34,7 @@ from spindle.planners.colocate.columns import (
     template_of,
 )
 from spindle.planners.colocate.order import BACKWARD, FORWARD, WEIGHT, Passes, ordered
-from spindle.planners.colocate.planner import layouts_with
+from spindle.planners.colocate.planner import _closest, layouts_with
 from spindle.planners.options import DEDICATED, FIRST, REPLICATED, SPREAD
 from spindle.profile import Collective
 from spindle.profile.operators import sequence_shares
@@ -178,6 +178,14 @@ def test_a_figure_has_parts_inside_the_rows_of_their_rank():
             width = min(one.x + one.width, other.x + other.width) - max(one.x, other.x)
             rows = min(one.y + one.height, other.y + other.height) - max(one.y, other.y)
             assert min(width, rows) < 0.01, (one.title, other.title)
+
+
+def test_a_layout_that_does_not_fit_the_first_batch_is_not_chosen_because_it_fits_the_others():
+    inf = np.inf
+    lengths = np.array([[inf, 1.0, 1.1], [1.0, inf, inf], [1.0, inf, inf]])  # by batch and layout
+    assert _closest(lengths, np.ones(3), 1.2) == [1, 2]
+    assert _closest(lengths[[1, 2]], np.ones(2), 1.2) == [0]
+    assert _closest(np.array([[inf, inf], [inf, 1.0]]), np.ones(2), 1.2) == [1]
 
 
 def test_a_layout_for_several_batches_has_the_shortest_worst_step():

@@ -707,7 +707,7 @@ trainer = spindle.Trainer(
 trainer.fit({{"pull": [{{"x": torch.randn(8, 64)}}]}}, steps=5, progress=False)
 """
 BY_DEFAULT = "are estimated with 'wavefront':"
-OF_STEPS = "plans the microbatches of each step, which only the running script has"
+OF_STEPS = "places encoders by the items of each step, which only the running script has"
 
 
 @pytest.mark.parametrize(

@@ -15,6 +15,7 @@ from spindle.models import chain_of  # noqa: E402
 from spindle.run.pytrees import fingerprint_of  # noqa: E402
 from spindle.train import bind, mean, module, record, task, trace_all  # noqa: E402
 from spindle.train.record import cut_all  # noqa: E402
+from spindle.train.unchanged import unchanged  # noqa: E402
 from workloads import everything  # noqa: E402
 
 
@@ -237,6 +238,38 @@ def test_outputs_of_a_module_that_reads_values_are_unpacked():
     assert bool((queued.module.queue == 1).all())
     outputs = queued.module(example["x"])
     assert torch.equal(recorded.loss(example, outputs), F.cross_entropy(*outputs))
+
+
+class Segments(nn.Module):
+    """Reads lengths that have to add up to its rows."""
+
+    def __init__(self):
+        super().__init__()
+        self.tower = nn.Linear(4, 4)
+
+    def forward(self, x, lengths):
+        parts = [self.tower(part).mean(0) for part in x.split(lengths.tolist())]
+        return torch.stack(parts), torch.zeros(len(parts), dtype=torch.long)
+
+
+@pytest.mark.parametrize("more", [0, 1])
+def test_a_module_that_cannot_run_on_other_values_than_the_examples_is_refused_without_invented_numbers(more):
+    segments = module("segments", Segments())
+    example = {"x": torch.randn(6, 4), "lengths": torch.tensor([2, 4]) - more}
+    recording = task(batch_size=2, name="unpacked")(
+        lambda batch: F.cross_entropy(*segments(batch["x"], batch["lengths"] + more if more else batch["lengths"]))
+    )
+    with pytest.raises(WorkloadError, match=r"x\.split\(lengths.tolist\(\)\)") as error:
+        record(recording, example)
+    assert "split_sizes" not in str(error.value)
+
+
+def test_limits_on_frozen_weights_and_weights_made_for_inference_are_no_changes():
+    with torch.inference_mode():
+        made_for_inference = nn.Linear(4, 4).requires_grad_(False)
+    limited = nn.Embedding(3, 4, max_norm=1e6).requires_grad_(False)
+    with unchanged([made_for_inference, limited]):
+        limited(torch.tensor([0, 2]))
 
 
 def test_a_loop_over_a_length_that_changes_makes_another_variant():

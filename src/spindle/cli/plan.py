@@ -156,7 +156,7 @@ def plan(
         step_s, _ = simulate_step(new_plan, profile, step.num_micro_steps)
         show(
             f"The script accumulates gradients over {step.num_micro_steps} batches of each task. The plan is for one "
-            f"of them; a step takes {seconds(step_s)}, with one synchronisation and one update."
+            f"of them; with it, a step takes {seconds(step_s)}, with one synchronisation and one update."
         )
     if show_search:
         show(*search_tables(name_of_step, results))

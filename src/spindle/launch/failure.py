@@ -264,5 +264,5 @@ def _traceback(error: BaseException) -> str:
     if not ours or is_debugging():
         return "".join(shown.format()).rstrip("\n")
     shown.stack = traceback.StackSummary.from_list([frame for frame in shown.stack if frame not in ours])
-    left_out = f"(SPINDLE_DEBUG=1 also shows {len(ours)} lines of Spindle)"
+    left_out = f"(SPINDLE_DEBUG=1 also shows {len(ours)} {'line' if len(ours) == 1 else 'lines'} of Spindle)"
     return "".join([*shown.format(), left_out])

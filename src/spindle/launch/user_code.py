@@ -19,14 +19,15 @@ _OTHERS = tuple(
 
 
 def is_users(code: CodeType) -> bool:
-    """Whether code is the user's: not from Python, an installed package, or Spindle."""
-    file = code.co_filename
-    return file.startswith("<ipython-input-") or (not file.startswith("<") and is_users_file(file))
+    """Whether code is the user's: not from Python, an installed package, or Spindle, and not generated."""
+    return is_users_file(code.co_filename)
 
 
 @cache
 def is_users_file(file: str) -> bool:
     """Whether a file has the user's code. Cached, because recording a task checks every stack frame at every op."""
+    if file.startswith("<"):
+        return file.startswith("<ipython-input-")
     path = os.path.realpath(file)
     return not path.startswith(_OTHERS) and _INSTALLED.isdisjoint(Path(path).parts)
 

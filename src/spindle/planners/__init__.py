@@ -159,8 +159,8 @@ def planner_of(workload: Workload) -> tuple[str, str]:
     if chosen == GIVEN_PLAN:
         return default, "the script has a plan of its own, which is for one number of devices"
     if chosen in PLANNERS:
-        reason = "plans the microbatches of each step, which only the running script has"
-        return default, f"the script's planner {chosen!r} {reason}"
+        what = "places encoders by the items" if PLANNERS[chosen].takes_parts else "plans the microbatches"
+        return default, f"the script's planner {chosen!r} {what} of each step, which only the running script has"
     return default, f"no planner here is called {chosen!r}, as the script's is"
 
 

@@ -129,15 +129,18 @@ class BalancedFeed(Feed):
 
     def unlike_steps(self, num_steps: int) -> list[list[Batch]]:
         """The next step with the mix of each step in which a source has its smallest or largest share."""
-        steps = []
+        state, steps = self._state_at(self._given), []
         try:
-            state = self._state_at(self._given)
-            for step in self._data.mix.extremes(state.step, state.step + max(0, num_steps - 1)):
+            extremes = self._data.mix.extremes(state.step, state.step + max(0, num_steps - 1))
+        except Exception:  # of the user's functions, in steps that may never run
+            return []
+        try:
+            for step in extremes:
                 microbatches, _ = self._data.step_after(
                     replace(state, step=step), self._num_microbatches, self.definition.batch_size
                 )
                 steps.append([self._without_values(microbatch) for microbatch in microbatches])
-        except (InputError, UnknownLengths):  # of steps that may never run
+        except (InputError, UnknownLengths):
             return []
         return steps
 

@@ -360,11 +360,14 @@ class _TaskTracer(GradientTracer):
         """The output of a call of a module as fake tensors. A module that reads values runs on the example's."""
         try:
             return called_module(*args, **kwargs)
-        except NEEDS_VALUES:
-            module = args[0].module
+        except NEEDS_VALUES as error:
+            module, needs_values = args[0].module, error
         with unset_fake_temporarily(), unchanged([module]):
             arguments = tree_map(lambda leaf: self._examples.get(id(leaf), zeros_like(leaf)), (args[1:], kwargs))
-            output = zero_output(module, *arguments)
+            try:
+                output = zero_output(module, *arguments)
+            except Exception:  # of values that are not the example's: a row fewer, or zeros for what the task computes
+                raise needs_values from None
         return tree_map(lambda leaf: _fake(self._mode, leaf), output)
 
 

@@ -137,9 +137,9 @@ class TrainSession:
         """Make a plan for the tasks, unless there is one and no module was frozen, unfrozen or switched since."""
         profiled = self.trace_and_profile(feeds)
         if self.runtime is None:
-            if not self.sample_step and self.config.planning.takes_parts and self.world.rank == 0:
-                self.sample_step = self._first_step_of(feeds)
-                self.unlike_steps = self._unlike_steps_of(feeds)
+            if self.config.planning.takes_parts and self.world.rank == 0:
+                self.sample_step = self.sample_step or self._first_step_of(feeds)
+                self.unlike_steps = self.unlike_steps or self._unlike_steps_of(feeds)
             self.runtime = self._make_plan(profiled)
 
     def check_recordings(self) -> None:
@@ -162,11 +162,12 @@ class TrainSession:
         return [self._with_variants({task: feed.peek(number) for task, feed in feeds.items()}) for number in numbers]
 
     def _unlike_steps_of(self, feeds: Mapping[str, Feed]) -> list[list[dict[str, Batch]]]:
-        """The first step with the batches of one task replaced by those of each of its `unlike_steps`."""
+        """The sample step with the batches of one task replaced by those of each of its `unlike_steps`."""
+        num_remaining = self.first_step + (self.fit_steps or 0) - self.step
         return [
             [row | self._with_variants({task: batch}) for row, batch in zip(self.sample_step, batches, strict=True)]
             for task, feed in feeds.items()
-            for batches in feed.unlike_steps(self.fit_steps or 0)
+            for batches in feed.unlike_steps(num_remaining)
         ]
 
     def _with_variants(self, row: Mapping[str, Batch]) -> dict[str, Batch]:
@@ -183,6 +184,7 @@ class TrainSession:
                     variant.name: batch
                     for task, batch in row.items()
                     if (variant := self.variants.get(task, batch.variant))
+                    and variant.name in workload.bound.tasks  # its task has not ended
                 }
                 for row in step
             ]

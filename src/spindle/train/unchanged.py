@@ -36,6 +36,12 @@ def unchanged(modules: Iterable[torch.nn.Module]) -> Iterator[None]:
 
 def _parameters_state(module: torch.nn.Module) -> tuple[int, list[int]]:
     """A digest of the values of parameters, and how often frozen ones were written: a momentum teacher that still
-    equals its student is written with the values that it has. (Limits on trained ones may write them.)"""
+    equals its student is written with the values that it has. Limits (a clamp of a trained parameter, `max_norm` of an
+    embedding) may write them."""
     parameters = [parameter for parameter in module.parameters() if not parameter.is_meta]
-    return fingerprint_of(parameters), [value._version for value in parameters if not value.requires_grad]
+    limited = {id(each.weight) for each in module.modules() if getattr(each, "max_norm", None) is not None}
+    return fingerprint_of(parameters), [
+        value._version
+        for value in parameters
+        if not (value.requires_grad or value.is_inference() or id(value) in limited)
+    ]

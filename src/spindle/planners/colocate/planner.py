@@ -673,7 +673,8 @@ def _closest(lengths: np.ndarray, best_s: np.ndarray, near: float) -> list[int]:
     in proportion to `best_s`, the best first, up to `near` times it."""
     fits = np.isfinite(lengths)
     worst = (np.where(fits, lengths, 0.0) / best_s[:, None]).max(axis=0)
-    worst[fits.sum(axis=0) < fits.sum(axis=0).max()] = np.inf
+    num_fits = fits.sum(axis=0) * (fits[0] | ~fits[0].any())  # the first batch comes first
+    worst[num_fits < num_fits.max()] = np.inf
     order = np.argsort(worst, kind="stable")
     return [int(place) for place in order if worst[place] <= near * worst.min()]
 
