@@ -416,6 +416,32 @@ def test_stopped_after_any_step_data_and_a_sharded_optimizer_resume_on_1_to_6_ra
                 assert torch.allclose(trained[name], tensor, rtol=1e-9, atol=1e-12)
 
 
+def train_until_a_task_ends(rank, num_ranks):
+    head = spindle.module("head", torch.nn.Linear(4, 4).double())
+    batch = {"x": torch.ones(ROWS, 4, dtype=torch.float64)}
+    plain = spindle.task(batch_size=ROWS, name="plain")(lambda batch: head(batch["x"]).square().mean())
+    planning = spindle.Planning(planner="colocate", profile=internals.guessed_profile)
+    trainer = spindle.Trainer(
+        [*vlm(rows=ROWS, counts=True).tasks, plain],
+        optimizer=sgd,
+        gradient_accumulation_steps=MICRO_STEPS,
+        planning=planning,
+    )
+
+    def on_step(step, losses):
+        if "plain" in losses and step == 0:
+            trainer.remove_task("plain")
+
+    loaders = {"describe": pages(), "plain": [batch] * MICRO_STEPS}
+    return [sorted(losses) for losses in trainer.fit(loaders, steps=4, on_step=on_step, progress=False).losses]
+
+
+def test_a_task_may_end_beside_colocated_encoders(pool):
+    for tasks in pool.run(2, train_until_a_task_ends):
+        assert tasks[0] == ["describe", "plain"]
+        assert tasks[-1] == ["describe"]
+
+
 def train_on_other_samples(rank, num_ranks):
     workload = vlm(rows=ROWS)
     data = pages(mix={"web": 1, "scans": lambda step: 50 * rank * step})  # the first step is the same
