@@ -27,8 +27,17 @@ from spindle.run import compute, executor, gradients, graphs, step, syncs, trans
 from spindle.run.world import World
 from spindle.train import batch_source, loop
 
-sys.path.insert(0, str(Path(__file__).resolve().parent))
-from alternating import LENGTHS, ROWS, audio_text, batches, image_audio, image_text, make_optimizer, small_towers
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+from virtual.alternating import (
+    LENGTHS,
+    ROWS,
+    audio_text,
+    batches,
+    image_audio,
+    image_text,
+    make_optimizer,
+    small_towers,
+)
 
 TIMED: dict[Any, tuple[str, ...]] = {
     batch_source.BatchSource: ("read",),

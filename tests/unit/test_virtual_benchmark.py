@@ -18,7 +18,7 @@ from spindle.run import World
 from spindle.timeline import Timeline
 
 sys.path.append(str(Path(__file__).resolve().parents[2] / "benchmarks"))
-from virtual import host_overhead, models, plain, report, run, workloads
+from virtual import models, plain, report, run, workloads
 from virtual.cells import Cells
 from virtual.split import split_of
 
@@ -225,4 +225,6 @@ def test_an_error_on_all_ranks_is_a_result():
 
 
 def test_each_function_whose_host_time_is_measured_exists():
+    from virtual import host_overhead
+
     assert all(hasattr(owner, name) for owner, names in host_overhead.TIMED.items() for name in names)
