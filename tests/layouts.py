@@ -31,7 +31,8 @@ from spindle.errors import DoesNotFitError
 from spindle.plan import Plan, check
 from spindle.planners import Layout, PlanOptions, make_plan, owning_ranks_in
 from spindle.planners.colocate.columns import EVERYTHING, STRICT
-from spindle.planners.colocate.planner import Rules, layouts_with, plan_by_rules
+from spindle.planners.colocate.layouts import layouts_with
+from spindle.planners.colocate.planner import Rules, plan_by_rules
 from spindle.planners.options import DEDICATED, FIRST, REPLICATED
 from spindle.planners.pipeline.rank_parameters import held_bytes
 from spindle.profile import Profile

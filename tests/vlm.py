@@ -21,7 +21,7 @@ import internals
 import spindle
 from spindle.planners import Job, natural_answer
 from spindle.planners.colocate import planner
-from spindle.planners.colocate.planner import layouts_with
+from spindle.planners.colocate.layouts import layouts_with
 from spindle.planners.options import DEDICATED, FIRST, REPLICATED
 from spindle.planners.pipeline.rank_parameters import ranks_of_whole
 from spindle.train import item_parts, microbatches, plan

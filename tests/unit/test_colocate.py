@@ -24,6 +24,7 @@ from spindle.planners import (
     make_plan,
     pipeline_bound,
 )
+from spindle.planners.colocate.choose import _closest
 from spindle.planners.colocate.columns import (
     EVERYTHING,
     Seen,
@@ -33,8 +34,8 @@ from spindle.planners.colocate.columns import (
     replicas_of,
     template_of,
 )
+from spindle.planners.colocate.layouts import layouts_with
 from spindle.planners.colocate.order import BACKWARD, FORWARD, WEIGHT, Passes, ordered
-from spindle.planners.colocate.planner import _closest, layouts_with
 from spindle.planners.options import DEDICATED, FIRST, REPLICATED, SPREAD
 from spindle.profile import Collective
 from spindle.profile.operators import sequence_shares

@@ -20,7 +20,8 @@ from spindle.planners.bounds import (
     step_bound_s,
 )
 from spindle.planners.build import Scheduler, plan_with
-from spindle.planners.colocate.planner import SYSTEMS, choose_colocation, compare_placements, plan_system
+from spindle.planners.colocate.choose import choose_colocation, compare_placements
+from spindle.planners.colocate.planner import SYSTEMS, plan_system
 from spindle.planners.compiled import needs_compiling
 from spindle.planners.exhaustive import schedule_exhaustive
 from spindle.planners.lanes import with_lanes

@@ -1,10 +1,10 @@
 """Planner `colocate`: every device of the language model also has the whole encoders, and each item is encoded on
 devices that have time for it (MegaScale-Omni).
 
-Placement, tensor degree and size of parts are chosen once, on a representative batch (`choose_colocation`). Then, for
-each batch: the devices of each part, balanced over blocks of microbatches; the order of passes on every device; and
-which activations each stage and part keeps. If a batch has no parts, or its layout spreads all modules over the
-pipeline, this is planner `pipeline`.
+Placement, tensor degree and size of parts are chosen once, on representative batches (`choose`). Then, for each batch:
+the devices of each part, balanced over blocks of microbatches; the order of passes on every device; and which
+activations each stage and part keeps. If a batch has no parts, or its layout spreads all modules over the pipeline,
+this is planner `pipeline`.
 """
 
 from __future__ import annotations
@@ -17,8 +17,7 @@ from itertools import product
 import numpy as np
 
 from spindle.display import count_of
-from spindle.errors import DoesNotFitError, PlanError
-from spindle.graph import MetaGraph
+from spindle.errors import DoesNotFitError
 from spindle.plan import Plan
 from spindle.planners.colocate.columns import (
     EVERYTHING,
@@ -37,24 +36,17 @@ from spindle.planners.colocate.columns import (
     seen_in,
     template_of,
 )
+from spindle.planners.colocate.layouts import layouts_with
 from spindle.planners.colocate.order import Order, ordered
 from spindle.planners.colocate.search import Devices, searched_order
 from spindle.planners.finish import finished
-from spindle.planners.options import DEDICATED, FIRST, REPLICATED, SPREAD, Chain, Layout, PlanOptions, Progress
-from spindle.planners.pipeline.baselines import baseline_layouts, plan_baseline
+from spindle.planners.options import DEDICATED, FIRST, REPLICATED, SPREAD, Layout, PlanOptions, Progress
+from spindle.planners.pipeline.baselines import plan_baseline
 from spindle.planners.pipeline.bound import pipeline_bound_s
-from spindle.planners.pipeline.chains import (
-    layer_counts,
-    layer_loads,
-    lightest_cuts,
-    pipeline_ranks_of,
-    tensor_degree_of,
-)
-from spindle.planners.pipeline.choose import choose_layout
+from spindle.planners.pipeline.chains import pipeline_ranks_of
 from spindle.planners.pipeline.planner import plan_pipeline
-from spindle.planners.pipeline.rank_parameters import owning_ranks_in, ranks_of_whole
+from spindle.planners.pipeline.rank_parameters import owning_ranks_in
 from spindle.planners.pipeline.segments import Column
-from spindle.planners.pipeline.stage_costs import NS
 from spindle.profile import Profile
 from spindle.program import lower, posted_peaks, refuse_overfull
 from spindle.simulate import simulate
@@ -66,12 +58,6 @@ _LEVELS = 8  # of memory choices, from the leanest to the fastest
 _ALL_LEVELS = (8, 3, 0)
 _AHEAD = (1, 2, 4, EVERYTHING)  # of baselines, microbatch by microbatch
 _LAG = (2, 0, 4, EVERYTHING)
-_ROUNDS = (1, 2, 4)  # how often the language model passes its ranks
-_LEAST_LOSS = 1.03  # of a schedule over all its work, spread evenly: no layout is tried that has to lose less
-_FIRST_NEAR, _NEAR = 1.08, 1.03  # layouts within these factors of the shortest get a second look, and become plans
-_FAR = 1.25  # with several batches, layouts whose work alone is longer are left out
-_NUM_FINALISTS = 4  # layouts that become plans, which differ by some percent from their schedules
-_EVALUATIONS = 256  # of planner `pipeline`, where the two are compared
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -235,7 +221,7 @@ def plan_by_rules(
             return replace(plan_pipeline(profile, options, progress), planner=planner)
         return replace(plan_baseline("static", profile, replace(options, layouts=()), progress), planner=planner)
     try:
-        scheduled = best_schedule(profile, layouts, _glance(rules))
+        scheduled = best_schedule(profile, layouts, glance(rules))
     except DoesNotFitError:
         scheduled = best_schedule(profile, layouts, rules)
     plan, scheduled = _fitting(profile, scheduled, planner, rules, options)
@@ -248,108 +234,6 @@ def plan_by_rules(
     if progress is not None:
         progress(1.0)
     return replace(plan, seed=options.seed, settings="; ".join(texts))
-
-
-def layouts_with(
-    profile: Profile, num_ranks: int, placements: Sequence[str], shards_optimizer: bool = True
-) -> tuple[Layout, ...]:
-    """Layouts whose modules that run in parts stand as one of the placements says; the others are cut into one chunk
-    for each rank, or several, lighter on rank 0 where encoders stand there alone. Empty where nothing runs in parts."""
-    graph = profile.graph
-    rows = rows_of_item_modules(graph)
-    item_modules = [module for row in rows for module in row]
-    counts, loads = layer_counts(graph), layer_loads(profile)
-    spread = [module for module in counts if module not in item_modules]
-    if not item_modules or not spread:
-        return ()
-    degree = tensor_degree_of(profile)
-    num_replicas, rest = divmod(profile.cluster.num_devices, num_ranks * degree)
-    if num_replicas < 1 or rest:
-        raise PlanError(
-            f"{num_ranks} pipeline ranks of {degree} devices need a multiple of {num_ranks * degree} devices, got "
-            f"{profile.cluster.num_devices}"
-        )
-    spread_loads = np.concatenate([loads[module] for module in spread])
-    degrees_of = [
-        sorted(set.intersection(*(set(profile.degrees_of(module)) for module in row)) & set(divisors_of(degree)))
-        for row in rows
-    ]
-    layouts = []
-    seconds_of = {
-        (row, each): sum(_seconds_of(profile, module, each) for module in row)
-        for row, degrees in zip(rows, degrees_of, strict=True)
-        for each in degrees
-    }
-    for placement, degrees, rounds in product(placements, product(*degrees_of), _ROUNDS):
-        for num_dedicated in range(1, num_ranks) if placement == DEDICATED else (0,):
-            num_chunks = rounds * (num_ranks - num_dedicated)
-            if rounds > 1 and (num_chunks > len(spread_loads) or num_chunks == rounds):
-                continue
-            in_front = 0.0
-            if placement == FIRST:
-                in_front = sum(seconds_of[row, each] * each / degree for row, each in zip(rows, degrees, strict=True))
-            whole = tuple(
-                Chain(
-                    modules=row,
-                    num_layers=tuple(counts[module] for module in row),
-                    bounds=(0, sum(counts[module] for module in row)),
-                    placement=placement,
-                    tensor_degree=each,
-                )
-                for row, each in zip(rows, degrees, strict=True)
-            )
-            chain = Chain(
-                modules=tuple(spread),
-                num_layers=tuple(counts[module] for module in spread),
-                bounds=_cuts_behind(spread_loads, num_chunks, in_front),
-            )
-            layouts.append(
-                Layout(
-                    num_ranks=num_ranks,
-                    num_replicas=num_replicas,
-                    tensor_degree=degree,
-                    chains=(*whole, chain),
-                    num_dedicated=num_dedicated,
-                    shards_optimizer=shards_optimizer,
-                )
-            )
-    return tuple(layouts)
-
-
-def rows_of_item_modules(graph: MetaGraph) -> list[tuple[str, ...]]:
-    """Modules that run in parts, those together whose calls read each other: their parts stand on the same devices."""
-    rows: list[list[str]] = [[module] for module in dict.fromkeys(op.module or "" for op in graph.metaops if op.items)]
-    for producer, consumer in graph.edges:
-        source, target = graph.metaops[producer], graph.metaops[consumer]
-        if source.items and target.items and source.module != target.module:
-            first = next(row for row in rows if source.module in row)
-            second = next(row for row in rows if target.module in row)
-            if first is not second:
-                rows.remove(second)
-                first += second
-    return [tuple(row) for row in rows]
-
-
-def divisors_of(number: int) -> list[int]:
-    return [each for each in range(1, number + 1) if number % each == 0]
-
-
-def _seconds_of(profile: Profile, module: str, degree: int) -> float:
-    """All passes of a module over a batch, each on one tensor group of this degree."""
-    setting = profile.setting({module: degree})
-    return sum(
-        op.num_layers * profile.curve(position, setting).layer_s(degree)
-        for position, op in enumerate(profile.graph.metaops)
-        if op.module == module
-    )
-
-
-def _cuts_behind(loads: np.ndarray, num_chunks: int, in_front: float) -> tuple[int, ...]:
-    """Bounds of chunks whose first has so much other work in front of it."""
-    if not in_front:
-        return lightest_cuts(loads, num_chunks)
-    cuts = lightest_cuts(np.concatenate([[in_front], loads]), num_chunks)
-    return (0, *(max(0, cut - 1) for cut in cuts[1:]))
 
 
 def best_schedule(profile: Profile, layouts: Sequence[Layout], rules: Rules) -> Scheduled:
@@ -587,112 +471,7 @@ def _searched(
     return replace(scheduled, assigned=tuple(assigned), orders=tuple(orders))
 
 
-def choose_colocation(
-    planner: str,
-    part_profiles: Sequence[Profile],
-    split_profiles: Sequence[Profile],
-    num_ranks: int,
-    shards_optimizer: bool | None = None,
-    other_batches: Sequence[Sequence[Profile]] = (),
-) -> tuple[Profile, Layout]:
-    """Choose placement, tensor degree and parts of encoders for a system, on a batch that stands for all: among
-    profiles whose item calls are in parts, the first of them in whole calls, by the lengths of their schedules; the
-    best of these against planner `pipeline` on `split_profiles`, by simulation. The optimizer is sharded where encoders
-    stand whole, unless `shards_optimizer` decides.
-
-    `other_batches` are batches as unlike as data may become, with parts of the same sizes: then the layout is chosen
-    that fits most of them, and of these the one whose worst step is the shortest, each in proportion to the shortest
-    that any layout has there. Planner `pipeline` has to be faster on the first batch.
-    """
-    system = SYSTEMS[planner]
-    refusals: list[DoesNotFitError] = []
-    known: dict[tuple[int, str, int], float] = {}
-    stages: Known = {}
-    batches = [part_profiles, *(each for each in other_batches if len(each) == len(part_profiles))]
-    candidates = [
-        (size, layout)
-        for size in range(len(part_profiles))
-        if (size == 0) == system.whole_calls
-        for layout in layouts_with(part_profiles[size], num_ranks, system.placements, shards_optimizer is not False)
-        if not system.whole_calls or all(chain.tensor_degree in (0, layout.tensor_degree) for chain in layout.chains)
-    ]
-    candidates.sort(key=lambda candidate: _work_s(part_profiles[candidate[0]], candidate[1], known))
-    far = 1.0 if len(batches) == 1 else _FAR
-    best_s: np.ndarray | None = None  # by batch: the shortest that any layout has
-    for rules, near in ((_glance(system.rules), _FIRST_NEAR), (_first_look(system.rules), _NEAR)):
-        lengths = np.full((len(batches), len(candidates)), np.inf)
-        for number, batch in enumerate(batches):
-            least = np.zeros(len(candidates))
-            if best_s is None:
-                least[:] = [_LEAST_LOSS * _work_s(batch[size], layout, known) for size, layout in candidates]
-            for place in np.argsort(least, kind="stable").tolist():
-                if least[place] >= far * lengths[number].min():
-                    continue
-                size, layout = candidates[place]
-                try:
-                    lengths[number, place] = schedule_parts(batch[size], layout, rules, known=stages).makespan_ns / NS
-                except DoesNotFitError as error:
-                    refusals.append(error)
-        if np.isfinite(lengths).any():  # else more settings may fit
-            best_s = lengths.min(axis=1) if best_s is None else best_s
-            places, of_first = _closest(lengths, best_s, near), int(lengths[0].argmin())
-            if of_first not in places[:_NUM_FINALISTS]:  # of the others, none may become a plan that fits
-                places.insert(_NUM_FINALISTS - 1, of_first)
-            candidates = [candidates[place] for place in places]
-    finalists = candidates[:_NUM_FINALISTS]
-    steps_s = np.array(
-        [[_simulated_s(planner, batch[size], layout) for size, layout in finalists] for batch in batches]
-    ).reshape(len(batches), len(finalists))
-    best: tuple[float, Profile, Layout] | None = None
-    if finalists:
-        place = _closest(steps_s, steps_s.min(axis=1), 1.0)[0]
-        size, layout = finalists[place]
-        best = steps_s[0, place], part_profiles[size], layout
-    if not system.may_spread and not part_profiles:
-        layout = baseline_layouts("static", split_profiles[0], num_ranks)[0]
-        return split_profiles[0], replace(layout, shards_optimizer=shards_optimizer is True)
-    if system.may_spread and split_profiles:
-        try:
-            profile, layout = choose_layout(split_profiles, num_ranks, shards_optimizer is True)
-            if best is None:
-                return profile, layout
-            spread = plan_pipeline(profile, PlanOptions(evaluations=_EVALUATIONS, layouts=(layout,)))
-            if spread.makespan_s < best[0]:
-                return profile, layout
-        except DoesNotFitError as error:
-            refusals.append(error)
-    if best is None and not refusals:
-        raise PlanError(f"planner {planner!r}: {_why_no_layout(system, part_profiles[0].graph, num_ranks)}")
-    if best is None:
-        raise min(refusals, key=lambda refusal: refusal.needed_bytes)
-    return best[1], best[2]
-
-
-def _closest(lengths: np.ndarray, best_s: np.ndarray, near: float) -> list[int]:
-    """Which layouts come close to the best, by batch and layout: of those that fit most batches, by their worst length
-    in proportion to `best_s`, the best first, up to `near` times it."""
-    fits = np.isfinite(lengths)
-    worst = (np.where(fits, lengths, 0.0) / best_s[:, None]).max(axis=0)
-    num_fits = fits.sum(axis=0) * (fits[0] | ~fits[0].any())  # the first batch comes first
-    worst[num_fits < num_fits.max()] = np.inf
-    order = np.argsort(worst, kind="stable")
-    return [int(place) for place in order if worst[place] <= near * worst.min()]
-
-
-def _why_no_layout(system: System, graph: MetaGraph, num_ranks: int) -> str:
-    if {op.module for op in graph.metaops} == {op.module for op in graph.metaops if op.items}:
-        return (
-            "all modules read items alone, and none is left to spread over the ranks; use another planner (wavefront)"
-        )
-    if num_ranks == 1 and system.placements == (DEDICATED,):
-        return (
-            "encoders need a rank that runs nothing else, and a pipeline of one rank has none; use more ranks, or "
-            "another planner (colocate)"
-        )
-    return "no layout has encoders at the tensor degree of the language model; use another planner (colocate)"
-
-
-def _first_look(rules: Rules) -> Rules:
+def first_look(rules: Rules) -> Rules:
     """A few of what the rules leave open, for layouts beside each other."""
     num_blocks, ahead, lag = rules.num_blocks, rules.ahead, rules.lag
     return replace(
@@ -707,57 +486,6 @@ def _first_look(rules: Rules) -> Rules:
     )
 
 
-def _glance(rules: Rules) -> Rules:
+def glance(rules: Rules) -> Rules:
     """The first timings that the rules leave open, in two numbers of blocks: to tell hopeless layouts from others."""
-    return replace(_first_look(rules), ahead=rules.ahead[:1], lag=rules.lag[:1], num_relevels=0)
-
-
-def _work_s(profile: Profile, layout: Layout, known: dict[tuple[int, str, int], float]) -> float:
-    """No step of a layout is shorter: all work over the devices that may do it, nothing computed twice. `known` keeps
-    the seconds of modules."""
-    spread, whole, devices = 0.0, 0.0, range(0)
-    for chain in layout.chains:
-        degree = chain.tensor_degree or layout.tensor_degree
-        seconds = 0.0
-        for module in chain.modules:
-            key = (id(profile), module, degree)
-            if key not in known:
-                known[key] = _seconds_of(profile, module, degree)
-            seconds += known[key] * degree
-        if chain.placement == SPREAD:
-            spread += seconds
-        else:
-            whole += seconds
-            devices = ranks_of_whole(layout, chain)
-    per_rank = layout.num_replicas * layout.tensor_degree
-    if len(devices) == layout.num_ranks:
-        return (spread + whole) / (per_rank * layout.num_ranks)
-    both_s = (spread + whole) / (per_rank * layout.num_ranks)
-    return max(both_s, whole / (per_rank * max(1, len(devices))), spread / (per_rank * layout.num_spread_ranks))
-
-
-def _simulated_s(planner: str, profile: Profile, layout: Layout) -> float:
-    """The simulated step of a layout; without end where it does not fit after all."""
-    try:
-        return plan_system(planner, profile, PlanOptions(layouts=(layout,))).makespan_s
-    except DoesNotFitError:
-        return float("inf")
-
-
-def compare_placements(part_profiles: Sequence[Profile], num_ranks: int) -> list[tuple[str, float | None, str]]:
-    """Every placement and tensor degree of encoders: in words, the seconds of its shortest schedule over sizes of parts
-    and numbers of chunks, or None and why it does not fit."""
-    rules = replace(_glance(SYSTEMS["colocate"].rules), num_blocks=(EVERYTHING,))
-    best: dict[str, tuple[float | None, str]] = {}
-    stages: Known = {}
-    for profile in part_profiles[1:]:
-        for layout in layouts_with(profile, num_ranks, (REPLICATED, DEDICATED, FIRST)):
-            text = layout.whole_text
-            try:
-                length_s = schedule_parts(profile, layout, rules, known=stages).makespan_ns / NS
-            except DoesNotFitError as error:
-                best.setdefault(text, (None, str(error)))
-                continue
-            before = best.get(text, (None, ""))[0]
-            best[text] = (length_s if before is None else min(before, length_s), "")
-    return [(text, length_s, why) for text, (length_s, why) in best.items()]
+    return replace(first_look(rules), ahead=rules.ahead[:1], lag=rules.lag[:1], num_relevels=0)
