@@ -379,8 +379,8 @@ def _states(steps):
 
 def train_with_checkpoints(rank, num_ranks, folder, steps, planner="colocate", num_workers=0):
     workload = vlm(rows=ROWS, counts=True)
-    # the mix says nothing of steps that are never trained
-    data = pages(num_workers=num_workers, mix={"web": 3, "scans": lambda step: (1, 2, 3, 4)[step]})
+    # a mix for the four steps, and for one more, which is read ahead
+    data = pages(num_workers=num_workers, mix={"web": 3, "scans": lambda step: (1, 2, 3, 4, 5)[step]})
     trainer = spindle.Trainer(
         workload.tasks,
         optimizer=sgd,
