@@ -153,8 +153,8 @@ def plan_cell(job: str, submission: Submission, fleet: Fleet, bound: Estimate) -
     except SpindleError as error:
         unfit = replace(bound, grade="planned", fits=False)
         return PlannedCell(job=job, tasks=tasks, estimate=unfit, plan="", profile="", error=str(error))
-    is_of_one_step = plan is not None and PLANNERS[plan.planner].is_pipeline  # of which the script plans every one
-    if plan is None or profile is None or is_of_one_step or planner_note(submission):
+    plans_each_step = plan is not None and PLANNERS[plan.planner].is_pipeline  # in the script, from its microbatches
+    if plan is None or profile is None or plans_each_step or planner_note(submission):
         return PlannedCell(job=job, tasks=tasks, estimate=estimate, plan="", profile="")
     return PlannedCell(
         job=job,

@@ -127,7 +127,7 @@ class BalancedFeed(Feed):
     def peek(self, number: int) -> Batch:
         return self._batch_without_values(number + self._given)
 
-    def unlike_steps(self, num_steps: int) -> list[list[Batch]]:
+    def extreme_steps(self, num_steps: int) -> list[list[Batch]]:
         """The next step with the mix of each step in which a source has its smallest or largest share."""
         state, steps = self._state_at(self._given), []
         try:

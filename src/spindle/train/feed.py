@@ -163,9 +163,8 @@ class Feed:
             self._read_ahead.append(self._read())
         return self._read_ahead[-1]
 
-    def unlike_steps(self, num_steps: int) -> list[list[Batch]]:
-        """Steps without values that are as unlike the next one as those of the next `num_steps` may be, as far as that
-        is known ahead."""
+    def extreme_steps(self, num_steps: int) -> list[list[Batch]]:
+        """The shapes of steps with the extremes that a mix has in the next `num_steps`; none without a mix."""
         return []
 
     def peek(self, number: int) -> Batch:

@@ -297,7 +297,7 @@ class Loop:
             config, loaders = self._requested
             self._requested = config.without_given_plan(NEW_VARIANT, session.notify), loaders
         self._times.forget(keep_watched=True)
-        session.sample_step, session.unlike_steps = [dict(row) for row in batches], []
+        session.sample_step, session.extreme_steps = [dict(row) for row in batches], []
         session.plan(self._source.feeds)
         self._memory.free()
         session.scatter_parameters()

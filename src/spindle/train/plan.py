@@ -129,8 +129,8 @@ def plan_workload(
 ) -> PlannedWorkload:
     """Make a plan, lower it to a program, and verify the program.
 
-    `examples` has a batch of each task variant. `sample_steps` are, on rank 0, a representative step, and steps as
-    unlike it as the data may become.
+    `examples` has a batch of each task variant. `sample_steps` are, on rank 0, a representative step, and steps
+    with the extremes of a mix.
     """
     planning = config.planning
     if planning.memory_limit_bytes is not None:
@@ -297,7 +297,7 @@ def _choose_colocation(
             # Shapes are not inferred yet: calls without items are assumed to take time in proportion to their rows.
             scale = _num_row_elements(tasks[name], batch.nest) / _num_row_elements(tasks[name], measured[name].nest)
             scales[name, batch.signature] = dict.fromkeys(range(len(graph.metaops)), scale)
-    key, *unlike = [
+    key, *extreme_keys = [
         tuple(tuple((name, batch.num_rows, batch.signature) for name, batch in row.items()) for row in step)
         for step in sample_steps or [()]
     ]
@@ -351,14 +351,16 @@ def _choose_colocation(
             in_parts.setdefault(part_tokens, step_profile(part_tokens))
     whole = in_parts.get(WHOLE_CALLS)
     part_profiles = [] if whole is None else [whole, *in_parts.values()]
-    others = [[step_profile(part_tokens, with_all_tasks(other)) for part_tokens in in_parts] for other in unlike]
+    other_batches = [
+        [step_profile(part_tokens, with_all_tasks(each)) for part_tokens in in_parts] for each in extreme_keys
+    ]
     chosen, layout = choose_colocation(
         planner,
         part_profiles,
         [step_profile(None)],
         num_ranks,
         shards_optimizer,
-        [[*profiles[:1], *profiles] for profiles in others],
+        [[*profiles[:1], *profiles] for profiles in other_batches],
     )
     if all(chain.placement == SPREAD for chain in layout.chains):
         return layout, None

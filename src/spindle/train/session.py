@@ -75,7 +75,7 @@ class TrainSession:
         self.saved_planning = scheduled_planning(config.planning, world)
         # On rank 0, by micro-step and task: the batches on which placements are chosen.
         self.sample_step: list[dict[str, Batch]] = []
-        self.unlike_steps: list[list[dict[str, Batch]]] = []  # as far from it as the data may drift
+        self.extreme_steps: list[list[dict[str, Batch]]] = []  # with the extremes of a mix
         self._optimizer_state: OptimizerState | StateFor | None = None  # for the next optimizer, while there is none
 
     @contextmanager
@@ -139,7 +139,7 @@ class TrainSession:
         if self.runtime is None:
             if self.config.planning.takes_parts and self.world.rank == 0:
                 self.sample_step = self.sample_step or self._first_step_of(feeds)
-                self.unlike_steps = self.unlike_steps or self._unlike_steps_of(feeds)
+                self.extreme_steps = self.extreme_steps or self._extreme_steps_of(feeds)
             self.runtime = self._make_plan(profiled)
 
     def check_recordings(self) -> None:
@@ -161,13 +161,13 @@ class TrainSession:
         numbers = range(self.config.gradient_accumulation_steps)
         return [self._with_variants({task: feed.peek(number) for task, feed in feeds.items()}) for number in numbers]
 
-    def _unlike_steps_of(self, feeds: Mapping[str, Feed]) -> list[list[dict[str, Batch]]]:
-        """The sample step with the batches of one task replaced by those of each of its `unlike_steps`."""
+    def _extreme_steps_of(self, feeds: Mapping[str, Feed]) -> list[list[dict[str, Batch]]]:
+        """The sample step with the batches of one task replaced by those of each of its `extreme_steps`."""
         num_remaining = self.first_step + (self.fit_steps or 0) - self.step
         return [
             [row | self._with_variants({task: batch}) for row, batch in zip(self.sample_step, batches, strict=True)]
             for task, feed in feeds.items()
-            for batches in feed.unlike_steps(num_remaining)
+            for batches in feed.extreme_steps(num_remaining)
         ]
 
     def _with_variants(self, row: Mapping[str, Batch]) -> dict[str, Batch]:
@@ -188,7 +188,7 @@ class TrainSession:
                 }
                 for row in step
             ]
-            for step in (self.sample_step, *self.unlike_steps)
+            for step in (self.sample_step, *self.extreme_steps)
         ]
         planned = plan_workload(
             workload, profiled.profile, config, world, self.progress, self.notify, examples, sample_steps

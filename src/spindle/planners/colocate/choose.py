@@ -40,8 +40,8 @@ def choose_colocation(
     best of these against planner `pipeline` on `split_profiles`, by simulation. The optimizer is sharded where encoders
     stand whole, unless `shards_optimizer` decides.
 
-    `other_batches` are batches as unlike as data may become, with parts of the same sizes: then the layout is chosen
-    that fits most of them, and of these the one whose worst step is the shortest, each in proportion to the shortest
+    `other_batches` have the extremes of a mix, and parts of the same sizes. Then the layout has to fit the first batch
+    and as many of the others as any does; of these, its worst step is the shortest, each in proportion to the shortest
     that any layout has there. Planner `pipeline` has to be faster on the first batch.
     """
     system = SYSTEMS[planner]
@@ -109,8 +109,8 @@ def choose_colocation(
 
 
 def _closest(lengths: np.ndarray, best_s: np.ndarray, near: float) -> list[int]:
-    """Which layouts come close to the best, by batch and layout: of those that fit most batches, by their worst length
-    in proportion to `best_s`, the best first, up to `near` times it."""
+    """Which layouts come close to the best, by batch and layout: of those that fit the first batch and most others, by
+    their worst length in proportion to `best_s`, the best first, up to `near` times it."""
     fits = np.isfinite(lengths)
     worst = (np.where(fits, lengths, 0.0) / best_s[:, None]).max(axis=0)
     num_fits = fits.sum(axis=0) * (fits[0] | ~fits[0].any())  # the first batch comes first
